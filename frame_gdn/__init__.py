@@ -1,0 +1,11 @@
+"""Frame-wise Gated DeltaNet attention for video diffusion: fast on one GPU, exact across many, streaming without end."""
+
+from .gdn import GDNState, bidirectional_gdn
+from .primitive import CpFrameGdnScanResult, cp_frame_gdn_scan
+
+__all__ = [
+    "CpFrameGdnScanResult",
+    "GDNState",
+    "bidirectional_gdn",
+    "cp_frame_gdn_scan",
+]

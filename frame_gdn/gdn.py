@@ -1,0 +1,222 @@
+"""`bidirectional_gdn`: queries, keys, values and gates of a clip (or one rank's frames of it) to the attention output."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from . import parallel
+from .scan import GDNOptions, gdn_scan, pick_backend
+from .torch_kernels import Inputs, accumulation_dtype
+
+
+@dataclass(frozen=True)
+class GDNState:
+    """What a rollout carries from one call to the next, after the last active frame; its size does not grow with time.
+
+    S: (B, H, D, D) numerator state, value rows by key columns, float32 (float64 for float64 activations).
+    z: (B, H, D) denominator state.
+    frames: how many frames have been consumed.
+    conv_tail: (B, K-1, S, C) raw keys, before the short convolution, of the last K-1 active frames, zeros where there are
+        none; None for the functional form.
+    """
+
+    S: Tensor
+    z: Tensor
+    frames: int = 0
+    conv_tail: Tensor | None = None
+
+    def _map(self, function: Any) -> "GDNState":
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "frames"}
+        return replace(self, **{name: function(t) for name, t in tensors.items() if t is not None})
+
+    def to(self, device: torch.device | str) -> "GDNState":
+        """The state on another device; dtypes stay."""
+        return self._map(lambda t: t.to(device))
+
+    def detach(self) -> "GDNState":
+        """The state without its history: gradients stop here."""
+        return self._map(torch.Tensor.detach)
+
+    def clone(self) -> "GDNState":
+        """A copy in memory of its own."""
+        return self._map(torch.clone)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """A flat dictionary of tensors, ready for safetensors or torch.save."""
+        saved = {"S": self.S, "z": self.z, "frames": torch.tensor(self.frames, dtype=torch.int64)}
+        return saved if self.conv_tail is None else {**saved, "conv_tail": self.conv_tail}
+
+    @classmethod
+    def from_state_dict(cls, saved: dict[str, Tensor]) -> "GDNState":
+        """The inverse of `state_dict`."""
+        return cls(saved["S"], saved["z"], int(saved["frames"]), saved.get("conv_tail"))
+
+
+def bidirectional_gdn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    decay: Tensor,
+    *,
+    q_rot: Tensor | None = None,
+    k_rot: Tensor | None = None,
+    mask: Tensor | None = None,
+    initial_state: GDNState | None = None,
+    output_final_state: bool = False,
+    chunk_frames: int | None = None,
+    normalize: bool = True,
+    eps: float = 1e-15,
+    group: ProcessGroup | None = None,
+    frames_per_rank: Sequence[int] | None = None,
+    backend: str = "auto",
+    check: bool = False,
+) -> tuple[Tensor, GDNState | None]:
+    """Frame-wise gated DeltaNet attention, forward inclusive and reverse exclusive over frames, projected once.
+
+    For each frame, with K~ and Q~ the rotated keys and queries (D, S) and β the write gate a token:
+
+        W = g (I - K~ diag(β) K~ᵀ)      U = V diag(β) K~ᵀ      W° = g (I - K diag(β) Kᵀ)      u° = K β
+        S_t = S_{t-1} W_t + U_t         R_t = R_{t+1} W_t + U_t         (z, y likewise by W°, u°)
+        out_t = (S_t + R_{t+1}) Q~_t / ((z_t + y_{t+1})ᵀ Q_t + eps)
+
+    Source: the bidirectional frame-wise recurrence of SANA-WM (NVlabs/Sana), after gated DeltaNet (arXiv 2412.06464).
+
+    Args:
+        q, k, v: (B, N, H, D), N = T·S tokens frame-major, after norm, ReLU and key scale; any floating dtype, strided views
+            welcome. Under a group: this rank's own frames, uneven and empty shards included.
+        beta: (B, N, H) in (0, 1).
+        decay: (B, T, H), the factor in (0, 1], never its logarithm.
+        q_rot, k_rot: (B, N, H, D), the numerator's q and k after rotary embedding; None means the plain ones.
+        mask: (B, T) bool, True = active. A padded frame has transition I and input 0; its output is 0, its gradients are 0,
+            and what stands in it, NaN included, reaches nothing.
+        initial_state: enters the forward recurrence of the group's first rank. Its gradient is each rank's share.
+        output_final_state: return the state after the last active frame, the same on all ranks.
+        chunk_frames: None: reverse over the whole clip; c: reverse cut every c frames of the whole clip; 1: causal.
+        normalize: False: numerator only (a camera branch); z of a final state is then 0.
+        eps: added to the denominator.
+        group: the context-parallel process group. One exchange of O(D²) a head forward, one backward.
+        frames_per_rank: all shards' frame counts, if the caller knows them; else asked of the ranks, in one tiny exchange, only
+            where a global position is needed (chunk_frames above 1, a final state).
+        backend: "torch", "triton" or "auto".
+        check: ranks compare their shapes on this call too, not on the group's first alone.
+
+    Returns:
+        out (B, N, H, D) in q's dtype, and the final state, None unless asked for.
+
+    Raises:
+        ValueError: for shapes, dtypes, devices or options that do not fit, a group this process is not in, ranks that disagree
+            (found by the handshake), samples with different counts of active frames where a state is asked for.
+    """
+    with parallel.checked(group, check):
+        rank, size = parallel.rank_and_size(group)
+        B, T, H, D = _check(q, k, v, beta, decay, q_rot, k_rot, mask, initial_state, chunk_frames, eps)
+        parallel.check_frames_per_rank(frames_per_rank, T, group)
+        kernels = pick_backend(backend, q)
+    flags = normalize + 2 * output_final_state + 4 * (q_rot is not None) + 8 * (k_rot is not None)
+    counts = parallel.agree(
+        parallel.Call("bidirectional_gdn", B, H, D, q.dtype, flags, T, chunk_frames or 0),
+        group,
+        frames_per_rank,
+        positions=(chunk_frames or 0) > 1 or output_final_state,
+        check=check,
+    )
+    ends, passes = chunk_ends(chunk_frames, T, rank, counts)
+    consumed = active_frames(mask, T, group, counts) if output_final_state else 0
+
+    S0 = z0 = None
+    if initial_state is not None:
+        wide = accumulation_dtype(q.dtype)
+        S0, z0 = initial_state.S.to(wide), initial_state.z.to(wide) if normalize else None
+        consumed += initial_state.frames
+    options = GDNOptions(normalize, eps, chunk_frames != 1, ends, passes, group, output_final_state, kernels)
+    out, S, z = gdn_scan(Inputs(q, k, v, beta, decay, q_rot, k_rot, mask), S0, z0, options)
+    if S is None:
+        return out, None
+    return out, GDNState(S, S.new_zeros(B, H, D) if z is None else z, consumed)
+
+
+def chunk_ends(
+    chunk_frames: int | None, frames: int, rank: int, counts: Sequence[int] | None
+) -> tuple[list[bool], list[bool] | None]:
+    """Which local frames are the last of their chunk; and by rank, whether a shard holds no such frame."""
+    if chunk_frames is None:
+        return [False] * frames, None
+    if chunk_frames == 1 or counts is None:
+        return [True] * frames, None
+    starts = [sum(counts[:r]) for r in range(len(counts))]
+    ends = [(starts[rank] + t + 1) % chunk_frames == 0 for t in range(frames)]
+    return ends, [s // chunk_frames == (s + n) // chunk_frames for s, n in zip(starts, counts, strict=True)]
+
+
+def active_frames(
+    mask: Tensor | None, frames: int, group: ProcessGroup | None, counts: Sequence[int] | None
+) -> int:
+    """How many active frames the whole clip holds; without a mask no look at the device is needed.
+
+    Raises ValueError, on every rank alike, where the samples of the batch differ.
+    """
+    if mask is None:
+        return sum(counts) if counts is not None else frames
+    per_sample = [int(n) for n in mask.sum(1).tolist()]
+    if group is not None and parallel.rank_and_size(group)[1] > 1:
+        per_sample = [sum(ranks) for ranks in zip(*parallel.gather_ints(per_sample, group), strict=True)]
+    if len(set(per_sample)) > 1:
+        raise ValueError(f"a state was asked for, but the samples have different counts of active frames: {per_sample}")
+    return per_sample[0] if per_sample else 0
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    decay: Tensor,
+    q_rot: Tensor | None,
+    k_rot: Tensor | None,
+    mask: Tensor | None,
+    initial_state: GDNState | None,
+    chunk_frames: int | None,
+    eps: float,
+) -> tuple[int, int, int, int]:
+    if q.dim() != 4 or not q.dtype.is_floating_point:
+        raise ValueError(f"q must be (B, N, H, D) and floating point, got {tuple(q.shape)} {q.dtype}")
+    B, N, H, D = q.shape
+    if decay.dim() != 3 or decay.shape[0] != B or decay.shape[2] != H:
+        raise ValueError(f"decay must be (B, T, H) with B {B} and H {H} as in q, got {tuple(decay.shape)}")
+    T = decay.shape[1]
+    if (T == 0) != (N == 0) or (T and N % T):
+        raise ValueError(f"q's N must be a multiple of decay's T, got N {N} and T {T}")
+    shapes = {
+        "k": (k, (B, N, H, D)),
+        "v": (v, (B, N, H, D)),
+        "q_rot": (q_rot, (B, N, H, D)),
+        "k_rot": (k_rot, (B, N, H, D)),
+        "beta": (beta, (B, N, H)),
+        "decay": (decay, (B, T, H)),
+        "mask": (mask, (B, T)),
+        "initial_state.S": (None if initial_state is None else initial_state.S, (B, H, D, D)),
+        "initial_state.z": (None if initial_state is None else initial_state.z, (B, H, D)),
+    }
+    for name, (tensor, shape) in shapes.items():
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must be {shape} to go with q {(B, N, H, D)}, got {tuple(tensor.shape)}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, q on {q.device}")
+        if name in ("k", "v", "q_rot", "k_rot") and tensor.dtype != q.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, q is {q.dtype}: they must agree")
+        if name in ("beta", "decay") and not tensor.dtype.is_floating_point:
+            raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(f"mask must be bool, True for active frames, got {mask.dtype}")
+    if chunk_frames is not None and (isinstance(chunk_frames, bool) or not isinstance(chunk_frames, int) or chunk_frames < 1):
+        raise ValueError(f"chunk_frames must be None or a positive int, got {chunk_frames!r}")
+    if eps < 0:
+        raise ValueError(f"eps must not be negative, got {eps}")
+    return B, T, H, D

@@ -1,0 +1,155 @@
+"""`cp_frame_gdn_scan`: the states of a given frame recurrence over all ranks' frames."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from . import parallel
+from .scan import ScanOptions, frame_scan, pick_backend
+from .torch_kernels import accumulation_dtype
+
+
+class CpFrameGdnScanResult(NamedTuple):
+    """Every local frame's states, and the state after the last active frame, the same on every rank.
+
+    S_kv_all (BH, T_local, D, D) and S_z_all (BH, T_local, D) in the inputs' dtype; terminal_state_kv (BH, D, D) and
+    terminal_state_z (BH, D) in float32 (float64 for float64 inputs).
+    """
+
+    S_kv_all: Tensor
+    S_z_all: Tensor
+    terminal_state_kv: Tensor
+    terminal_state_z: Tensor
+
+
+def cp_frame_gdn_scan(
+    W_kv: Tensor,
+    U_kv: Tensor,
+    W_z: Tensor,
+    U_z: Tensor,
+    group: ProcessGroup | None = None,
+    reverse: bool = False,
+    truncate_to_active: int | None = None,
+    *,
+    initial_state: tuple[Tensor, Tensor] | None = None,
+    frames_per_rank: Sequence[int] | None = None,
+    gather: str = "collective",
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor] | CpFrameGdnScanResult:
+    """S_t = S_{t-1} W_kv_t + U_kv_t and z_t = W_z_t z_{t-1} + U_z_t over the frames of all ranks, in rank order.
+
+    One exchange of O(D²) a head between ranks forward, one backward; none without a group. W need not be symmetric. First-order
+    differentiable in every tensor. The recurrence is that of gated DeltaNet (arXiv 2412.06464) with a frame as the step,
+    as SANA-WM uses it.
+
+    Args:
+        W_kv, U_kv, W_z: (BH, T_local, D, D). W_kv multiplies from the right, W_z from the left.
+        U_z: (BH, T_local, D).
+        group: the context-parallel group; None or a group of one communicates nothing.
+        reverse: the chain of ranks runs from the last to the first. Each rank's tensors are taken in the order given, so the
+            caller hands them over already flipped in time.
+        truncate_to_active: k, 1 <= k <= total frames: frames >= k, counted in time, are padding (transition I, input 0).
+            The result is then a `CpFrameGdnScanResult`, with the state after global frame k-1 on every rank (one broadcast
+            more forward, one all-reduce more backward: its gradient is summed over the ranks that used it).
+        initial_state: (S (BH, D, D), z (BH, D)), enters at the chain's first rank.
+        frames_per_rank: every rank's T_local, if known; else asked in one tiny exchange, only for a truncation.
+        gather: "collective", "list" or "p2p", how states travel; the results agree to the bit.
+        backend: "torch", "triton" or "auto".
+
+    Returns:
+        (S_kv (BH, T_local, D, D), S_z (BH, T_local, D)) in the inputs' dtype, computed in float32 at least; or, where
+        truncated, a `CpFrameGdnScanResult`.
+
+    Raises:
+        ValueError: for shapes, dtypes or devices that do not fit, a k out of range (on every rank alike), an unknown gather
+            or backend, a group this process is not in, or ranks that disagree (found on the group's first call).
+    """
+    with parallel.checked(group):
+        parallel.rank_and_size(group)
+        BH, T, D = _check(W_kv, U_kv, W_z, U_z, truncate_to_active, initial_state, gather)
+        parallel.check_frames_per_rank(frames_per_rank, T, group)
+        kernels = pick_backend(backend, W_kv)
+    k = truncate_to_active
+    flags = int(reverse) + 2 * GATHER_FLAG[gather] + 8 * (k is not None)
+    call = parallel.Call("cp_frame_gdn_scan", BH, 1, D, W_kv.dtype, flags, T, k or 0)
+    counts = parallel.agree(call, group, frames_per_rank, positions=k is not None, check=False)
+
+    wide = accumulation_dtype(W_kv.dtype)
+    A = [W_kv.to(wide), W_z.to(wide).mT]
+    B = [U_kv.to(wide), U_z.to(wide).unsqueeze(-2)]
+    initial: list[Tensor | None] = [None, None]
+    if initial_state is not None:
+        initial = [initial_state[0].to(wide), initial_state[1].to(wide).unsqueeze(-2)]
+    terminal = None
+    if k is not None:
+        assert counts is not None
+        terminal, active = _truncation(k, counts, group, reverse)
+        if active < T:
+            positions = torch.arange(T, device=W_kv.device)
+            keep = (positions >= T - active if reverse else positions < active).view(1, T, 1, 1)
+            eye = torch.eye(D, dtype=wide, device=W_kv.device)
+            A = [torch.where(keep, a, eye) for a in A]
+            B = [torch.where(keep, b, 0.0) for b in B]
+    S, z, *ends = frame_scan(A, B, initial, ScanOptions(reverse, group, gather, terminal, kernels))
+    S, z = S.to(W_kv.dtype), z.squeeze(-2).to(W_kv.dtype)
+    return CpFrameGdnScanResult(S, z, ends[0], ends[1].squeeze(-2)) if ends else (S, z)
+
+
+GATHER_FLAG = {name: i for i, name in enumerate(parallel.GATHERS)}
+
+
+def _truncation(
+    k: int, counts: Sequence[int], group: ProcessGroup | None, reverse: bool
+) -> tuple[tuple[int, int], int]:
+    """(rank, local position) of global frame k-1, and how many of this rank's frames are active."""
+    total = sum(counts)
+    if not 1 <= k <= total:
+        raise ValueError(f"truncate_to_active must be between 1 and the total of {total} frames, got {k}")
+    rank, _ = parallel.rank_and_size(group)
+    start = 0
+    owner = position = 0
+    for r, count in enumerate(counts):
+        if start <= k - 1 < start + count:
+            owner, position = r, k - 1 - start
+        start += count
+    if reverse:
+        position = counts[owner] - 1 - position
+    return (owner, position), min(max(k - sum(counts[:rank]), 0), counts[rank])
+
+
+def _check(
+    W_kv: Tensor,
+    U_kv: Tensor,
+    W_z: Tensor,
+    U_z: Tensor,
+    k: int | None,
+    initial_state: tuple[Tensor, Tensor] | None,
+    gather: str,
+) -> tuple[int, int, int]:
+    if W_kv.dim() != 4 or W_kv.shape[-1] != W_kv.shape[-2]:
+        raise ValueError(f"W_kv must be (BH, T_local, D, D), got {tuple(W_kv.shape)}")
+    BH, T, D, _ = W_kv.shape
+    wanted = [("U_kv", U_kv, (BH, T, D, D)), ("W_z", W_z, (BH, T, D, D)), ("U_z", U_z, (BH, T, D))]
+    if not W_kv.dtype.is_floating_point:
+        raise ValueError(f"W_kv must be floating point, got {W_kv.dtype}")
+    for name, tensor, shape in wanted:
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must be {shape} to go with W_kv, got {tuple(tensor.shape)}")
+        if tensor.dtype != W_kv.dtype or tensor.device != W_kv.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}, W_kv is {W_kv.dtype} on {W_kv.device}: they must agree"
+            )
+    if initial_state is not None:
+        for name, tensor, shape in zip(("S", "z"), initial_state, ((BH, D, D), (BH, D)), strict=True):
+            if tuple(tensor.shape) != shape or tensor.device != W_kv.device:
+                raise ValueError(
+                    f"initial_state's {name} must be {shape} on {W_kv.device}, got {tuple(tensor.shape)} on {tensor.device}"
+                )
+    if k is not None and (isinstance(k, bool) or not isinstance(k, int)):
+        raise ValueError(f"truncate_to_active must be None or an int, got {k!r}")
+    if gather not in parallel.GATHERS:
+        raise ValueError(f"gather must be one of {parallel.GATHERS}, got {gather!r}")
+    return BH, T, D

@@ -1,0 +1,285 @@
+"""The frame scan and its autograd: local steps of a backend, one exchange between ranks forward, one backward.
+
+Two functions stand here, and share the exchange: `gdn_scan` from tokens to output (both directions, both states), and
+`frame_scan` from given transitions to states (the primitive). Shapes are checked by their callers.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from . import parallel, torch_kernels
+from .torch_kernels import Edges, Inputs, States, Transitions, accumulation_dtype
+
+BACKENDS = ("torch", "triton", "auto")
+
+
+def pick_backend(name: str, like: Tensor) -> ModuleType:
+    """The module of local steps for tensors like `like`. "auto" is triton on a GPU below float64, else torch.
+
+    Raises ValueError for an unknown name, and where triton is asked for but cannot serve.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {BACKENDS}, got {name!r}")
+    if name == "torch" or (name == "auto" and (not like.is_cuda or like.dtype == torch.float64)):
+        return torch_kernels
+    if importlib.util.find_spec("triton") is None or importlib.util.find_spec("frame_gdn.triton_kernels") is None:
+        if name == "auto":
+            return torch_kernels
+        raise ValueError("backend 'triton' was asked for, but triton is not installed")
+    kernels = importlib.import_module("frame_gdn.triton_kernels")
+    if name == "triton":
+        kernels.check_supported(like)
+    return kernels
+
+
+@dataclass(frozen=True)
+class GDNOptions:
+    """How one call of `gdn_scan` runs. `ends`: by local frame, is it the last of its chunk; `passes`: by rank, holds no end."""
+
+    normalize: bool
+    eps: float
+    reverse: bool
+    ends: Sequence[bool]
+    passes: Sequence[bool] | None
+    group: ProcessGroup | None
+    output_final_state: bool
+    backend: ModuleType
+
+
+class _GDNScan(torch.autograd.Function):
+    """Saved: the inputs, both directions' states, and the transitions gathered from other ranks (so that the backward
+    exchange sends states alone). W and U are built again in backward: they cost less to make than to keep."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, options: GDNOptions, S0: Tensor | None, z0: Tensor | None, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        x, steps, group = Inputs(*tensors), options.backend, options.group  # type: ignore[arg-type]
+        with torch.autocast(x.q.device.type, enabled=False):
+            tr = steps.transitions(x, options.normalize)
+            rank, size = parallel.rank_and_size(group)
+            entering = Edges(S0, z0, None, None) if rank == 0 else Edges(None, None, None, None)
+            kept: list[Tensor] = []
+            final: list[Tensor] = []
+            if group is not None and size > 1:
+                leaving = steps.leaving(tr, entering, options.ends, options.reverse)
+                entering, final, kept = _exchange(tr, leaving, entering, options, steps)
+            states, leaving = steps.scan_states(tr, entering, options.ends, options.reverse)
+            if group is None or size == 1:
+                final = _pair(leaving.S, leaving.z)
+            out = steps.project(x, states, options.eps)
+        ctx.options, ctx.kept = options, len(kept)
+        ctx.save_for_backward(*x, *states, *entering, *kept)
+        if not options.output_final_state:
+            return out, None, None
+        S = _filled(final[0] if final else None, x, matrix=True)
+        return out, S, _filled(final[1] if len(final) > 1 else None, x, matrix=False) if options.normalize else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, dS: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None, ...]:
+        options: GDNOptions = ctx.options
+        steps, group = options.backend, options.group
+        saved = ctx.saved_tensors
+        x, states, entering, kept = Inputs(*saved[:8]), States(*saved[8:12]), Edges(*saved[12:16]), list(saved[16:])
+        with torch.autocast(x.q.device.type, enabled=False):
+            tr = steps.transitions(x, options.normalize)
+            dq, dq_rot, dX, dx = steps.project_backward(dout, x, states, options.eps)
+            rank, size = parallel.rank_and_size(group)
+            arriving = Edges(dS, dz, None, None)
+            if group is not None and size > 1:
+                leaving = steps.leaving_adjoint(tr, dX, dx, options.ends, options.reverse)
+                arriving = _exchange_adjoint(tr, leaving, arriving, kept, options, steps)
+            adjoint, leaving = steps.scan_states_adjoint(tr, dX, dx, arriving, options.ends, options.reverse)
+            dk, dv, dbeta, ddecay, dk_rot = steps.transitions_backward(x, entering, states, adjoint)
+        dS0 = leaving.S if rank == 0 else torch.zeros_like(leaving.S)
+        dz0 = None if leaving.z is None else leaving.z if rank == 0 else torch.zeros_like(leaving.z)
+        needs = ctx.needs_input_grad
+        return (
+            None,
+            dS0 if needs[1] else None,
+            dz0 if needs[2] else None,
+            *(dq, dk, dv, dbeta, ddecay, dq_rot, dk_rot, None),
+        )
+
+
+def _pair(*states: Tensor | None) -> list[Tensor]:
+    return [state for state in states if state is not None]
+
+
+def _filled(state: Tensor | None, x: Inputs, matrix: bool) -> Tensor:
+    """A final state of its own memory (never a view of what is saved); zeros where no frame and no state made one."""
+    if state is not None:
+        return state.clone()
+    B, _, H, D = x.q.shape
+    return x.q.new_zeros((B, H, D, D) if matrix else (B, H, D), dtype=accumulation_dtype(x.q.dtype))
+
+
+def _rows(states: Sequence[Tensor | None]) -> list[Tensor]:
+    """States as chains of rows: S (.., D, D) as it is, z (.., D) as one row."""
+    return [s if i == 0 else s.unsqueeze(-2) for i, s in enumerate(states) if s is not None]
+
+
+def _edges(rightward: Sequence[Tensor], leftward: Sequence[Tensor]) -> list[Tensor | None]:
+    """The way back: four entries S, z, R, y, None where there is no such chain."""
+    found: list[Tensor | None] = []
+    for chains in (rightward, leftward):
+        found.append(chains[0] if chains else None)
+        found.append(chains[1].squeeze(-2) if len(chains) > 1 else None)
+    return found
+
+
+def _exchange(
+    tr: Transitions, leaving: Edges, entering: Edges, options: GDNOptions, steps: ModuleType
+) -> tuple[Edges, list[Tensor], list[Tensor]]:
+    """Forward: the states that enter this shard on both sides, the clip's final state, the transitions to keep."""
+    assert options.group is not None
+    transitions = [steps.product(W) for W in (tr.W, tr.W_z) if W is not None]
+    came = parallel.exchange(
+        transitions,
+        _rows((leaving.S, leaving.z)),
+        _rows((leaving.R, leaving.y)) if options.reverse else [],
+        options.group,
+        leftward_open=options.passes,
+        total=options.output_final_state,
+    )
+    S, z, R, y = _edges(came.rightward, came.leftward)
+    if parallel.rank_and_size(options.group)[0] == 0:
+        S, z = entering.S, entering.z
+    return Edges(S, z, R, y), _pair(*_edges(came.total, [])[:2]), came.kept
+
+
+def _exchange_adjoint(
+    tr: Transitions, leaving: Edges, final: Edges, kept: list[Tensor], options: GDNOptions, steps: ModuleType
+) -> Edges:
+    """Backward: the adjoints of S, z come from later ranks, those of R, y from earlier ones; Wᵀ in place of W."""
+    assert options.group is not None
+    transitions = kept or [steps.product(W) for W in (tr.W, tr.W_z) if W is not None]
+    gave_final = options.output_final_state
+    came = parallel.exchange(
+        transitions,
+        _rows((leaving.R, leaving.y)) if options.reverse else [],
+        _rows((leaving.S, leaving.z)),
+        options.group,
+        kept=kept,
+        rightward_open=options.passes,
+        leftward_initial=_rows((final.S, final.z)) if gave_final else [],
+    )
+    R, y, S, z = _edges(came.rightward, came.leftward)
+    return Edges(S, z, R, y)
+
+
+def gdn_scan(x: Inputs, S0: Tensor | None, z0: Tensor | None, options: GDNOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Tokens to output, differentiable in every input: (B, N, H, D), and the final S and z where they are asked for."""
+    out: tuple[Tensor, Tensor | None, Tensor | None] = _GDNScan.apply(options, S0, z0, *x)
+    return out
+
+
+# --- the primitive's scan ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScanOptions:
+    """How one call of `frame_scan` runs. `terminal`: (rank, local position) of the frame whose state all ranks receive."""
+
+    reverse: bool
+    group: ProcessGroup | None
+    gather: str
+    terminal: tuple[int, int] | None
+    backend: ModuleType
+
+
+class _FrameScan(torch.autograd.Function):
+    """X_t = X_{t-1} A_t + B_t for two chains at once. Saved: A and every X, from which dA = X_{t-1}ᵀ G and dB = G."""
+
+    @staticmethod
+    def forward(ctx: Any, options: ScanOptions, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        A, B, initial = tensors[0:2], tensors[2:4], tensors[4:6]
+        steps, group = options.backend, options.group
+        rank, size = parallel.rank_and_size(group)
+        first = size - 1 if options.reverse else 0
+        entering = list(initial) if rank == first else [None, None]
+        kept: list[Tensor] = []
+        with torch.autocast(A[0].device.type, enabled=False):  # type: ignore[union-attr]
+            if group is not None and size > 1:
+                M = [steps.product(a) for a in A]
+                h = [steps.last_state(a, b, X) for a, b, X in zip(A, B, entering, strict=True)]
+                came = parallel.exchange(
+                    [m.mT.contiguous() for m in M] if options.reverse else M,
+                    [] if options.reverse else h,
+                    h if options.reverse else [],
+                    group,
+                    gather=options.gather,
+                )
+                kept = came.kept
+                if rank != first:
+                    entering = list(came.leftward if options.reverse else came.rightward)
+            X = [steps.scan(a, b, X) for a, b, X in zip(A, B, entering, strict=True)]
+            ends: list[Tensor] = []
+            if options.terminal is not None:
+                owner, position = options.terminal
+                ends = [x[:, position].clone() if rank == owner else torch.empty_like(b[:, :1].sum(1)) for x, b in zip(X, B, strict=True)]  # type: ignore[index]
+                if group is not None and size > 1:
+                    ends = parallel.broadcast(ends, owner, group)
+        ctx.options, ctx.kept = options, len(kept)
+        ctx.save_for_backward(*A, *X, *entering, *kept)
+        return (*X, *ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        options: ScanOptions = ctx.options
+        steps, group = options.backend, options.group
+        saved = ctx.saved_tensors
+        A, X, entering, kept = saved[0:2], saved[2:4], saved[4:6], list(saved[6:])
+        rank, size = parallel.rank_and_size(group)
+        dX, ends = list(grads[:2]), list(grads[2:])
+        with torch.autocast(A[0].device.type, enabled=False):
+            if options.terminal is not None:
+                owner, position = options.terminal
+                if group is not None and size > 1:
+                    ends = parallel.sum_over_ranks(ends, group)
+                if rank == owner:
+                    dX = [d.clone() for d in dX]
+                    for d, end in zip(dX, ends, strict=True):
+                        d[:, position] += end
+            arriving: list[Tensor | None] = [None, None]
+            if group is not None and size > 1:
+                h = [steps.scan_adjoint(a, d, None)[1] for a, d in zip(A, dX, strict=True)]
+                M = kept or [steps.product(a) for a in A]
+                if not kept and options.reverse:
+                    M = [m.mT.contiguous() for m in M]
+                came = parallel.exchange(
+                    M, h if options.reverse else [], [] if options.reverse else h, group, gather=options.gather, kept=kept
+                )
+                arriving = list(came.rightward if options.reverse else came.leftward)
+            G, leaving = zip(*(steps.scan_adjoint(a, d, g) for a, d, g in zip(A, dX, arriving, strict=True)), strict=True)
+            dA = [
+                torch_kernels.states_before(x, e, dim=1).mT @ g for x, e, g in zip(X, entering, G, strict=True)
+            ]
+        first = size - 1 if options.reverse else 0
+        dinitial = [
+            None if not needed else d if rank == first else torch.zeros_like(d)
+            for needed, d in zip(ctx.needs_input_grad[5:7], leaving, strict=True)
+        ]
+        return (None, *dA, *G, *dinitial)
+
+
+def frame_scan(
+    A: Sequence[Tensor], B: Sequence[Tensor], initial: Sequence[Tensor | None], options: ScanOptions
+) -> tuple[Tensor, ...]:
+    """Two chains X_t = X_{t-1} A_t + B_t over the ranks: A (BH, T, D, D), B (BH, T, R, D), initial (BH, R, D) or None.
+
+    Returns both chains' X (BH, T, R, D), then their terminal states (BH, R, D) where `options.terminal` names a frame.
+    """
+    out: tuple[Tensor, ...] = _FrameScan.apply(options, *A, *B, *initial)
+    return out
