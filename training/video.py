@@ -42,9 +42,9 @@ class ClipSpec:
 class CutDetector:
     """Says of each frame whether it begins a new shot, from the frames before it alone.
 
-    A cut changes both the picture and its colours, and does so at once: the mean pixel difference and the moved share of
-    an 8×8×8 colour histogram both pass a threshold, and the picture moves at least twice as much as it did one frame
-    earlier, which fast motion does not. Fades are not cuts and are not found.
+    A cut changes both the picture and its colours, and does so at once: the mean pixel difference and the moved share
+    of an 8×8×8 colour histogram both pass a threshold, and the picture moves at least twice as much as it did one
+    frame earlier, which fast motion does not. Fades are not cuts and are not found.
     """
 
     size = (64, 36)  # width, height of the thumbnails compared
@@ -95,7 +95,8 @@ def read_video(
         uint8 (T, height, width, 3).
 
     Raises:
-        VideoError: the file cannot be decoded, holds no video, has fewer frames than asked for, or is slower than `fps`.
+        VideoError: the file cannot be decoded, holds no video, has fewer frames than asked for, or is slower than
+            `fps`.
     """
     frames = []
     for frame, _ in iter_frames(path, height, width, fps):

@@ -1,0 +1,187 @@
+"""Between video and latents: Haar wavelets that need no weights, or a diffusers VAE.
+
+Latents here are always normalised, as the model sees them: `encode` and `decode` hold the scaling. A codec is
+described by a JSON-able dict, kept with the latents it made and beside the model trained on them; `load_codec` builds
+it again.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from diffusers import AutoModel
+from diffusers.models.autoencoders.autoencoder_kl_cosmos import CosmosPatchEmbed3d, CosmosUnpatcher3d
+from torch import Tensor, nn
+
+
+class Codec(Protocol):
+    """Video to latents and back: the first latent frame is one video frame, each later one `frame_ratio` of them."""
+
+    channels: int
+    frame_ratio: int
+    size_ratio: int
+
+    def encode(self, video: Tensor) -> Tensor:
+        """uint8 (..., T, H, W, 3) to float32 (..., C, t, h, w) with t = 1 + (T - 1) / frame_ratio."""
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """(..., C, t, h, w) of any float dtype to uint8 (..., T, H, W, 3)."""
+
+    def describe(self) -> dict[str, Any]:
+        """What `load_codec` needs to build this codec again."""
+
+
+def load_codec(description: Mapping[str, Any], device: torch.device | str = "cpu") -> Codec:
+    """The codec that `describe` described. Raises ValueError for a kind that does not exist."""
+    match description:
+        case {"kind": "haar", "scale": scale}:
+            return HaarCodec(scale, device=device)
+        case {"kind": "vae", "pretrained_model_name_or_path": name, "subfolder": subfolder}:
+            return VaeCodec(name, subfolder=subfolder, device=device)
+    raise ValueError(f"a codec is of kind 'haar' or 'vae', got {dict(description)}")
+
+
+def latent_shape(codec: Codec, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+    """(C, t, h, w) of a clip's latents. Raises ValueError where the codec cannot take the clip whole."""
+    if num_frames < 1 or (num_frames - 1) % codec.frame_ratio:
+        raise ValueError(f"num_frames must be 1 + {codec.frame_ratio}·k, got {num_frames}")
+    if height % codec.size_ratio or width % codec.size_ratio:
+        raise ValueError(f"height and width must be multiples of {codec.size_ratio}, got {height} × {width}")
+    frames = 1 + (num_frames - 1) // codec.frame_ratio
+    return codec.channels, frames, height // codec.size_ratio, width // codec.size_ratio
+
+
+class HaarCodec:
+    """Three-dimensional Haar wavelets (diffusers' Cosmos patcher, 4×4×4): exact to the byte, no weights.
+
+    Coefficients are averages and averaged differences of pixels in −1…1. One scale for all 192 channels keeps their
+    proportions: normalised one by one, the loss would sit in channels that carry no picture.
+
+    Args:
+        scale: coefficients are divided by it; 0.43 is about the standard deviation of pixels, so that the three
+            channels of averages are near one.
+    """
+
+    channels, frame_ratio, size_ratio = 192, 4, 4
+
+    def __init__(self, scale: float = 0.43, *, device: torch.device | str = "cpu") -> None:
+        self.scale = scale
+        self.patch = CosmosPatchEmbed3d(4, "haar").to(device)
+        self.unpatch = CosmosUnpatcher3d(4, "haar").to(device)
+
+    @torch.no_grad()
+    def encode(self, video: Tensor) -> Tensor:
+        pixels = _to_pixels(video, self, self.patch.wavelets.device)
+        return _unflatten(self.patch(pixels) / self.scale, video.shape[:-4])
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        coefficients = latents.to(self.patch.wavelets).reshape(-1, *latents.shape[-4:]) * self.scale
+        return _to_video(self.unpatch(coefficients), latents.shape[:-4])
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "haar", "scale": self.scale}
+
+
+@dataclass(frozen=True)
+class LatentNorm:
+    """Mean and standard deviation of each channel of a VAE's latents (C values each)."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def of(cls, vae: nn.Module) -> "LatentNorm":
+        """As diffusers' pipelines read them: `latents_mean` and `latents_std` from the module's buffers (LTX) or the
+        config, `scaling_factor` and `shift_factor` from the config. ValueError where a VAE has neither kind."""
+        config = vae.config
+        mean, std = (_first(getattr(vae, name, None), config.get(name)) for name in ("latents_mean", "latents_std"))
+        factor = config.get("scaling_factor")
+        if std is None and factor is None:
+            raise ValueError(f"{type(vae).__name__} has neither latents_mean and latents_std nor a scaling_factor")
+        if std is None:
+            channels = _first(config.get("latent_channels"), config.get("z_dim"))
+            mean, std = [config.get("shift_factor") or 0.0] * channels, [1.0] * channels
+        factor = factor or 1.0
+        return cls(tuple(float(m) for m in mean), tuple(float(s) / factor for s in std))
+
+    def normalize(self, latents: Tensor) -> Tensor:
+        """(B, C, t, h, w) as the VAE gives them to zero mean and unit deviation."""
+        return (latents - self._column(self.mean, latents)) / self._column(self.std, latents)
+
+    def denormalize(self, latents: Tensor) -> Tensor:
+        return latents * self._column(self.std, latents) + self._column(self.mean, latents)
+
+    @staticmethod
+    def _column(values: tuple[float, ...], like: Tensor) -> Tensor:
+        return like.new_tensor(values).view(-1, 1, 1, 1)
+
+
+class VaeCodec:
+    """A video VAE of diffusers, given by local path or hub name; its class is read from its config.
+
+    The mean of its posterior is taken, not a sample, so that a clip has one encoding. Means and deviations are
+    applied in float32 whatever `dtype` the VAE runs in.
+
+    Raises:
+        ValueError: a VAE whose config does not say how its latents are normalised, or how much it compresses.
+    """
+
+    def __init__(
+        self,
+        pretrained_model_name_or_path: str,
+        *,
+        subfolder: str | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.source = {"pretrained_model_name_or_path": pretrained_model_name_or_path, "subfolder": subfolder}
+        self.vae = AutoModel.from_pretrained(**self.source, torch_dtype=dtype).eval().requires_grad_(False).to(device)
+        self.norm = LatentNorm.of(self.vae)
+        self.channels = len(self.norm.mean)
+        self.frame_ratio = self._ratio("temporal_compression_ratio", "scale_factor_temporal")
+        self.size_ratio = self._ratio("spatial_compression_ratio", "scale_factor_spatial")
+
+    def _ratio(self, *names: str) -> int:
+        values = [_first(getattr(self.vae, name, None), self.vae.config.get(name)) for name in names]
+        if (ratio := _first(*values)) is None:
+            raise ValueError(f"{type(self.vae).__name__} does not say its {' or '.join(names)}")
+        return int(ratio)
+
+    @torch.no_grad()
+    def encode(self, video: Tensor) -> Tensor:
+        encoded = self.vae.encode(_to_pixels(video, self, self.vae.device).to(self.vae.dtype))
+        latents = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
+        return _unflatten(self.norm.normalize(latents.float()), video.shape[:-4])
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        flat = latents.to(self.vae.device, torch.float32).reshape(-1, *latents.shape[-4:])
+        pixels = self.vae.decode(self.norm.denormalize(flat).to(self.vae.dtype)).sample
+        return _to_video(pixels.float(), latents.shape[:-4])
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "vae", **self.source, "mean": list(self.norm.mean), "std": list(self.norm.std)}
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _to_pixels(video: Tensor, codec: Codec, device: torch.device) -> Tensor:
+    """uint8 (..., T, H, W, 3) to float32 (B, 3, T, H, W) in −1…1."""
+    if video.dtype != torch.uint8 or video.ndim < 4 or video.shape[-1] != 3:
+        raise ValueError(f"video must be uint8 (..., T, H, W, 3), got {video.dtype} {tuple(video.shape)}")
+    latent_shape(codec, *video.shape[-4:-1])
+    return video.to(device).reshape(-1, *video.shape[-4:]).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
+
+
+def _to_video(pixels: Tensor, batch: torch.Size) -> Tensor:
+    """(B, 3, T, H, W) in −1…1 to uint8 (*batch, T, H, W, 3)."""
+    levels = ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    return _unflatten(levels.permute(0, 2, 3, 4, 1).contiguous(), batch)
+
+
+def _unflatten(x: Tensor, batch: torch.Size) -> Tensor:
+    return x.reshape(*batch, *x.shape[1:])
