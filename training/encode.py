@@ -25,7 +25,7 @@ from training.video import ClipSpec
 
 
 class TextEncoder:
-    """The last hidden states of a transformers text model (T5, UMT5, Gemma, …), padded on the right to `max_length`."""
+    """The last hidden states of a transformers text model (T5, UMT5, Gemma), padded on the right to `max_length`."""
 
     def __init__(
         self, pretrained_model_name_or_path: str, *, max_length: int, device: torch.device | str, dtype: torch.dtype
@@ -61,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
     parser.add_argument("--fps", type=float, help="frames a second of the clips (default: each file's own)")
     parser.add_argument("--captions", action="store_true", help="encode the text beside each video as its prompt")
     parser.add_argument("--max_sequence_length", type=int, default=512, help="tokens of a prompt")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the models (default: by
-    device)") parser.add_argument("--storage_dtype", choices=("float32", "bfloat16", "float16"), default="float16")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the models")
+    parser.add_argument("--storage_dtype", choices=("float32", "bfloat16", "float16"), default="float16")
     args = parser.parse_args(argv)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
