@@ -1,0 +1,578 @@
+"""A video diffusion transformer on frame-wise gated DeltaNet.
+
+Read it from the top: what a rollout carries, positions, the modules that look across frames (softmax attention,
+temporal convolution), feed-forward, block, model. Tokens are frame-major, (B, T, S, C) with S = h·w patches a frame.
+Frames may be sharded over a process group (`frame_gdn.parallelize`): the modules that look across frames are
+`FrameSharded` and hold that group, all others see one frame at a time.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.attention_processor import Attention
+from diffusers.models.embeddings import PixArtAlphaTextProjection, TimestepEmbedding
+from diffusers.models.modeling_utils import ModelMixin
+from diffusers.models.transformers.sana_transformer import GLUMBConv
+from diffusers.utils import BaseOutput
+from torch import Tensor, nn
+
+from frame_gdn import BidirectionalGDN, GDNState
+from frame_gdn.layer import apply_rotary
+from frame_gdn.parallel import FrameSharded, fetch_frames, frames_of_ranks, gather_frames, halo, rank_and_size
+
+
+@dataclass(frozen=True)
+class SoftmaxState:
+    """Keys and values of every frame that a softmax block has seen: `kv` (B, T_past, S, 2, H, D), keys rotated."""
+
+    kv: Tensor
+
+
+@dataclass(frozen=True)
+class BlockState:
+    """`attn`: the attention's state. `conv_tail` (B, 1, S, C): the temporal convolution's input at the last frame."""
+
+    attn: GDNState | SoftmaxState
+    conv_tail: Tensor
+
+
+@dataclass(frozen=True)
+class VideoDiTState:
+    """What a `VideoDiT` carries from chunk to chunk: a state a block, and how many `frames` it has seen."""
+
+    blocks: list[BlockState]
+    frames: int
+
+    def to(self, device: torch.device | str) -> "VideoDiTState":
+        """The state on another device; dtypes stay."""
+        return self._map(lambda t: t.to(device))
+
+    def detach(self) -> "VideoDiTState":
+        """The state without its history: gradients stop here."""
+        return self._map(Tensor.detach)
+
+    def clone(self) -> "VideoDiTState":
+        """A copy in memory of its own."""
+        return self._map(Tensor.clone)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """A flat dictionary of tensors, ready for safetensors or torch.save."""
+        flat = {"frames": torch.tensor(self.frames, dtype=torch.int64)}
+        for index, block in enumerate(self.blocks):
+            attn = {"kv": block.attn.kv} if isinstance(block.attn, SoftmaxState) else block.attn.state_dict()
+            flat.update({f"blocks.{index}.attn.{name}": tensor for name, tensor in attn.items()})
+            flat[f"blocks.{index}.conv_tail"] = block.conv_tail
+        return {name: tensor.contiguous() for name, tensor in flat.items()}
+
+    @classmethod
+    def from_state_dict(cls, saved: dict[str, Tensor]) -> "VideoDiTState":
+        """The inverse of `state_dict`."""
+        blocks = []
+        while f"blocks.{len(blocks)}.conv_tail" in saved:
+            prefix = f"blocks.{len(blocks)}.attn."
+            attn = {name.removeprefix(prefix): tensor for name, tensor in saved.items() if name.startswith(prefix)}
+            attn_state = SoftmaxState(attn["kv"]) if "kv" in attn else GDNState.from_state_dict(attn)
+            blocks.append(BlockState(attn_state, saved[f"blocks.{len(blocks)}.conv_tail"]))
+        return cls(blocks, int(saved["frames"]))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "VideoDiTState":
+        def mapped(attn: GDNState | SoftmaxState) -> GDNState | SoftmaxState:
+            tensors = {name: value for name, value in vars(attn).items() if isinstance(value, Tensor)}
+            return replace(attn, **{name: function(tensor) for name, tensor in tensors.items()})
+
+        return VideoDiTState([BlockState(mapped(b.attn), function(b.conv_tail)) for b in self.blocks], self.frames)
+
+
+@dataclass
+class VideoDiTOutput(BaseOutput):
+    """`sample` (B, out_channels, T, h, w); `state` is None unless it was asked for."""
+
+    sample: Tensor
+    state: VideoDiTState | None = None
+
+
+# --- positions in noise and in the clip ---------------------------------------------------------------------------
+
+
+def timestep_features(timestep: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
+    """Sinusoids (..., channels) of timesteps in the scheduler's unit (0...1000), cosines first.
+
+    diffusers' `Timesteps` with flip_sin_to_cos, in the given dtype: that one computes in float32 whatever the model.
+    """
+    half = channels // 2
+    frequencies = 10000.0 ** (-torch.arange(half, dtype=dtype, device=timestep.device) / half)
+    angles = timestep.to(dtype)[..., None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def rotary_table(
+    head_dim: int, frames: range, height: int, width: int, *, theta: float = 10000.0, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each (T·h·w, head_dim/2), of 3-D rotary positions; pairs are split t | h | w as in spec §6.
+
+    `frames` are the clip's numbers of these frames: a shard's and a rollout's do not start at 0. The tables are on the
+    device of `like`, in its dtype or float32, whichever is wider.
+    """
+    pairs_s = head_dim // 6
+    pairs_t = head_dim // 2 - 2 * pairs_s
+    # As in diffusers: the angles of far frames need more digits than float32 has.
+    wide = torch.float32 if like.device.type == "mps" else torch.float64
+
+    def angles(positions: range, pairs: int) -> Tensor:
+        frequencies = theta ** (-torch.arange(pairs, dtype=wide, device=like.device) / pairs)
+        return torch.outer(torch.arange(positions.start, positions.stop, dtype=wide, device=like.device), frequencies)
+
+    t, y, x = angles(frames, pairs_t), angles(range(height), pairs_s), angles(range(width), pairs_s)
+
+    def table(function: Callable[[Tensor], Tensor]) -> Tensor:
+        axes = function(t)[:, None, None], function(y)[None, :, None], function(x)[None, None, :]
+        on_grid = [axis.to(at_least_float32(like.dtype)).expand(len(frames), height, width, -1) for axis in axes]
+        return torch.cat(on_grid, dim=-1).flatten(0, 2)
+
+    return table(torch.cos), table(torch.sin)
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+# --- what looks across frames -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One call's clip as every block sees it; a dataclass, so that no wrapper casts or moves what is in it.
+
+    Attributes:
+        counts: every rank's number of frames; `start` ... `stop` - 1 of `total` are here.
+        chunk_frames: no frame sees past the end of its chunk; None means one chunk.
+        rotary: cosines and sines, each (N_local, D/2), of the frames here.
+        mask: (B, T_local), the frames here that are not padding; `clip_mask` (B, T) those of all ranks. None: all are.
+        active: the frames after which a state is asked for; None where none is.
+    """
+
+    counts: list[int]
+    start: int
+    stop: int
+    total: int
+    chunk_frames: int | None
+    rotary: tuple[Tensor, Tensor]
+    mask: Tensor | None
+    clip_mask: Tensor | None
+    active: int | None
+
+
+def select_active(x: Tensor, mask: Tensor | None) -> Tensor:
+    """x (B, T, ...) with zeros in padded frames: selected, not multiplied, so that no NaN passes."""
+    return x if mask is None else x.masked_fill(~mask.view(*mask.shape, *[1] * (x.dim() - 2)), 0)
+
+
+class SoftmaxAttention(FrameSharded):
+    """Softmax attention over a clip; under chunk_frames a frame attends to its own chunk and to the earlier ones.
+
+    Over a group the keys and values of all frames are gathered, and the queries stay where they are.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, *, norm_eps: float = 1e-5) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.to_q = nn.Linear(hidden_size, hidden_size)
+        self.to_k = nn.Linear(hidden_size, hidden_size)
+        self.to_v = nn.Linear(hidden_size, hidden_size)
+        # torch's norm, not diffusers': that one takes its statistics in float32 even in a float64 model.
+        self.norm_q = nn.RMSNorm(hidden_size, eps=norm_eps)
+        self.norm_k = nn.RMSNorm(hidden_size, eps=norm_eps)
+        self.to_out = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, x: Tensor, clip: Clip, state: SoftmaxState | None = None) -> tuple[Tensor, SoftmaxState | None]:
+        """x (B, T_local, S, C) → the same shape, and the state after `clip.active` frames."""
+        frames, tokens = x.shape[1:3]
+        x = x.flatten(1, 2)
+        q, k, v = self.norm_q(self.to_q(x)), self.norm_k(self.to_k(x)), self.to_v(x)
+        q, k, v = (projected.to(v.dtype).unflatten(-1, (self.num_heads, -1)) for projected in (q, k, v))
+        q, k = apply_rotary(q, *clip.rotary), apply_rotary(k, *clip.rotary)
+        q, kv = q.unflatten(1, (frames, tokens)), torch.stack([k, v], dim=2).unflatten(1, (frames, tokens))
+        kv = gather_frames(select_active(kv, clip.mask), self.group, clip.counts)
+        past = 0
+        if state is not None:
+            past = state.kv.shape[1]
+            kv = torch.cat([state.kv, kv], dim=1)
+        seen = None if clip.clip_mask is None else nn.functional.pad(clip.clip_mask, (past, 0), value=True)
+
+        out = []
+        for first, last, end in key_horizons(clip):
+            keys, values = kv[:, : past + end].flatten(1, 2).unbind(2)
+            allowed = None if seen is None else allowed_keys(seen[:, : past + end], tokens)
+            queries = q[:, first:last]
+            out.append(dispatch_attention_fn(queries.flatten(1, 2), keys, values, attn_mask=allowed).view_as(queries))
+        attended = select_active(torch.cat(out, dim=1), clip.mask)
+        final_state = None if clip.active is None else SoftmaxState(kv[:, : past + clip.active])
+        return self.to_out(attended.flatten(3)), final_state
+
+
+def allowed_keys(seen: Tensor, tokens: int) -> Tensor:
+    """Frames (B, T) that hold keys, of so many tokens each → an attention mask (B, 1, 1, T·tokens)."""
+    # Without one active key a sample may attend to all: its rows are padding, and their softmax must be finite.
+    seen = seen | ~seen.any(dim=1, keepdim=True)
+    return seen.repeat_interleave(tokens, dim=1)[:, None, None]
+
+
+def key_horizons(clip: Clip) -> Iterator[tuple[int, int, int]]:
+    """(first, last, end): of the frames here, first ... last - 1 attend to the frames 0 ... end - 1 of the clip."""
+    # An empty shard attends with its no queries: it takes part in the backward of the gather too.
+    if clip.chunk_frames is None or clip.start == clip.stop:
+        yield 0, clip.stop - clip.start, clip.total
+        return
+    first = clip.start
+    while first < clip.stop:
+        end = min((first // clip.chunk_frames + 1) * clip.chunk_frames, clip.total)
+        last = min(end, clip.stop)
+        yield first - clip.start, last - clip.start, end
+        first = last
+
+
+class TemporalConv(FrameSharded):
+    """x plus a convolution of width 3 over frames that starts at zero and sees no frame past the end of its chunk."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        # One product over [past, present, future] side by side; where a chunk ends, the future is zero.
+        self.taps = nn.Linear(3 * hidden_size, hidden_size, bias=False)
+        nn.init.zeros_(self.taps.weight)
+
+    def forward(self, x: Tensor, clip: Clip, tail: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """x (B, T_local, S, C) → the same shape, and the tail (B, 1, S, C): x at the frame `clip.active` - 1."""
+        x = select_active(x, clip.mask)
+        left, right = halo(x, 1, 1, self.group, clip.counts)
+        if tail is not None and clip.start == 0:
+            left = tail
+        frames = torch.cat([left, x, right], dim=1)
+        past, future = frames[:, :-2], frames[:, 2:]
+        if clip.chunk_frames is not None:
+            ends = torch.arange(clip.start + 1, clip.stop + 1, device=x.device) % clip.chunk_frames == 0
+            future = future.masked_fill(ends[:, None, None], 0)
+        return x + self.taps(torch.cat([past, x, future], dim=-1)), self._final_tail(x, clip, tail)
+
+    def _final_tail(self, x: Tensor, clip: Clip, tail: Tensor | None) -> Tensor | None:
+        if clip.active is None:
+            return None
+        if clip.active == 0:
+            return x.new_zeros(x.shape[0], 1, *x.shape[2:]) if tail is None else tail
+        last = clip.active - 1
+        if len(clip.counts) == 1:
+            return x[:, last : last + 1]
+        return fetch_frames(x, [[last]] * len(clip.counts), self.group, clip.counts)
+
+
+# --- the transformer ----------------------------------------------------------------------------------------------
+
+
+class FeedForward(nn.Module):
+    """SANA's gated convolutional feed-forward on each frame, then a temporal convolution."""
+
+    def __init__(self, hidden_size: int, expand_ratio: float) -> None:
+        super().__init__()
+        self.spatial = GLUMBConv(hidden_size, hidden_size, expand_ratio, residual_connection=False)
+        self.temporal = TemporalConv(hidden_size)
+
+    def forward(
+        self, x: Tensor, height: int, width: int, clip: Clip, tail: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x (B, T_local, S, C) → the same shape, and the temporal convolution's tail."""
+        images = x.flatten(0, 1).unflatten(1, (height, width)).permute(0, 3, 1, 2)
+        out = self.spatial(images).permute(0, 2, 3, 1).reshape(x.shape)
+        return self.temporal(out, clip, tail)
+
+
+class VideoDiTBlock(nn.Module):
+    """Attention over the clip, cross-attention to a text if there is one, feed-forward; modulated frame by frame."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        softmax: bool,
+        conv_kernel_size: int,
+        ffn_expand_ratio: float,
+        cross_attention: bool,
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
+        self.attn: SoftmaxAttention | BidirectionalGDN
+        if softmax:
+            self.attn = SoftmaxAttention(hidden_size, num_heads)
+        else:
+            self.attn = BidirectionalGDN(hidden_size, num_heads, conv_kernel_size=conv_kernel_size)
+        self.cross_attn = None
+        if cross_attention:
+            self.cross_attn = Attention(hidden_size, heads=num_heads, dim_head=hidden_size // num_heads, bias=True)
+        self.norm2 = nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
+        self.ff = FeedForward(hidden_size, ffn_expand_ratio)
+        # Rows: shift, scale, gate of the attention; shift, scale, gate of the feed-forward. Residual gates that start
+        # at 0.5 let a small model learn in minutes, where gates that start at zero do not.
+        self.scale_shift_table = nn.Parameter(torch.tensor([0, 0, 0.5, 0, 0, 0.5])[:, None].repeat(1, hidden_size))
+
+    def forward(
+        self,
+        x: Tensor,
+        modulation: Tensor,
+        height: int,
+        width: int,
+        clip: Clip,
+        text: Tensor | None = None,
+        text_bias: Tensor | None = None,
+        state: BlockState | None = None,
+    ) -> tuple[Tensor, BlockState | None]:
+        """x (B, T_local, S, C), modulation (B, T_local, 6, C) → like x, and the state after `clip.active` frames."""
+        shift1, scale1, gate1, shift2, scale2, gate2 = (self.scale_shift_table + modulation)[:, :, :, None].unbind(2)
+
+        h = (self.norm1(x) * (1 + scale1) + shift1).to(x.dtype)
+        attn_state = None if state is None else state.attn
+        if isinstance(self.attn, BidirectionalGDN):
+            h, attn_state = self.attn(
+                h.flatten(1, 2),
+                h.shape[1],
+                rotary=clip.rotary,
+                mask=clip.mask,
+                state=attn_state,
+                output_final_state=clip.active is not None,
+                chunk_frames=clip.chunk_frames,
+                frames_per_rank=clip.counts,
+            )
+        else:
+            h, attn_state = self.attn(h, clip, attn_state)
+        x = x + (gate1 * h.view_as(x)).to(x.dtype)
+
+        if self.cross_attn is not None:
+            x = x + self.cross_attn(x.flatten(1, 2), text, text_bias).view_as(x)
+
+        h = (self.norm2(x) * (1 + scale2) + shift2).to(x.dtype)
+        h, tail = self.ff(h, height, width, clip, None if state is None else state.conv_tail)
+        x = x + (gate2 * h).to(x.dtype)
+        return x, None if clip.active is None else BlockState(attn_state, tail)
+
+
+class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
+    """A video diffusion transformer whose blocks mix frames by gated DeltaNet, every n-th by softmax attention.
+
+    Args:
+        in_channels, out_channels: latent channels; out_channels None means in_channels.
+        patch_size: a patch is (1, patch_size, patch_size).
+        num_layers: blocks; block i is softmax where (i + 1) % softmax_every_n == 0, none where softmax_every_n is 0.
+        num_attention_heads, attention_head_dim: the width is their product.
+        conv_kernel_size: width of the short convolution on the keys of the gated DeltaNet blocks.
+        ffn_expand_ratio: hidden width of the feed-forward, in widths of the model.
+        cross_attention_dim: width of the text embeddings; None builds no cross-attention.
+        chunk_frames: no frame sees past the end of its chunk of so many frames; None is bidirectional over the clip.
+    """
+
+    _supports_gradient_checkpointing = True
+    _no_split_modules = ["VideoDiTBlock"]
+    _keep_in_fp32_modules = ["A_log", "dt_bias"]
+    _skip_layerwise_casting_patterns = ["patch_embedding", "norm"]
+
+    @register_to_config
+    def __init__(
+        self,
+        in_channels: int = 16,
+        out_channels: int | None = None,
+        patch_size: int = 1,
+        num_layers: int = 20,
+        num_attention_heads: int = 20,
+        attention_head_dim: int = 112,
+        softmax_every_n: int = 4,
+        conv_kernel_size: int = 4,
+        ffn_expand_ratio: float = 2.5,
+        cross_attention_dim: int | None = None,
+        chunk_frames: int | None = None,
+    ) -> None:
+        super().__init__()
+        hidden_size = num_attention_heads * attention_head_dim
+        patch = (1, patch_size, patch_size)
+        self.patch_embedding = nn.Conv3d(in_channels, hidden_size, kernel_size=patch, stride=patch)
+        self.time_embedding = TimestepEmbedding(256, hidden_size)
+        self.time_modulation = nn.Linear(hidden_size, 6 * hidden_size)
+        nn.init.zeros_(self.time_modulation.weight)
+        nn.init.zeros_(self.time_modulation.bias)
+        self.caption_projection = None
+        if cross_attention_dim is not None:
+            self.caption_projection = PixArtAlphaTextProjection(cross_attention_dim, hidden_size)
+        self.blocks = nn.ModuleList(
+            VideoDiTBlock(
+                hidden_size,
+                num_attention_heads,
+                softmax=softmax_every_n > 0 and (index + 1) % softmax_every_n == 0,
+                conv_kernel_size=conv_kernel_size,
+                ffn_expand_ratio=ffn_expand_ratio,
+                cross_attention=cross_attention_dim is not None,
+            )
+            for index in range(num_layers)
+        )
+        self.norm_out = nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
+        self.scale_shift_table = nn.Parameter(torch.zeros(2, hidden_size))
+        self.proj_out = nn.Linear(hidden_size, patch_size**2 * (out_channels or in_channels))
+        self.gradient_checkpointing = False
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        frame_mask: Tensor | None = None,
+        chunk_frames: int | None = None,
+        state: VideoDiTState | None = None,
+        output_state: bool = False,
+        frames_per_rank: list[int] | None = None,
+        return_dict: bool = True,
+    ) -> VideoDiTOutput | tuple[Tensor, VideoDiTState | None]:
+        """Predict what the training objective asks for, of noisy latents.
+
+        Args:
+            hidden_states: (B, in_channels, T, h, w) latents, under a group this rank's frames of them.
+            timestep: (B,) or (B, T), in the scheduler's unit (0 is clean, 1000 is noise).
+            encoder_hidden_states: (B, L, cross_attention_dim) text, the same on all ranks.
+            encoder_attention_mask: (B, L), 1 or True where the text is no padding.
+            frame_mask: (B, T) bool, False in frames that are padding: they reach no other frame, and their own output
+                is finite and means nothing. On all ranks or on none.
+            chunk_frames: None takes the configuration's.
+            state: continue from here. The call's first frame is then the first of a chunk, and the same state is given
+                on all ranks.
+            output_state: return the state after the last active frame, the same on all ranks.
+            frames_per_rank: every rank's T; None: asked of them, in one tiny exchange. Nothing without a group.
+            return_dict: False returns (sample, state).
+
+        Raises:
+            ValueError: shapes that do not fit the configuration or one another; a text without cross-attention or the
+                reverse; a state asked for where frame_mask's active frames are not one prefix, equal in the batch.
+        """
+        self._check(hidden_states, timestep, encoder_hidden_states, frame_mask, state)
+        batch, _, num_frames, height, width = hidden_states.shape
+        patch_size = self.config.patch_size
+        height, width = height // patch_size, width // patch_size
+        if frame_mask is not None:  # nothing of a padded frame enters, so that no NaN is anywhere
+            hidden_states = select_active(hidden_states.transpose(1, 2), frame_mask).transpose(1, 2)
+        if timestep.dim() == 1:
+            timestep = timestep[:, None].expand(batch, num_frames)
+        timestep = select_active(timestep, frame_mask)
+
+        # 1. Patches, one frame at a time: (B, T, S, C). A shard without frames passes too.
+        x = self.patch_embedding(hidden_states.transpose(1, 2).flatten(0, 1).unsqueeze(2))
+        x = x.flatten(2).transpose(1, 2).unflatten(0, (batch, num_frames))
+
+        # 2. Where these frames are in the clip
+        clip = self._locate(x, height, width, frame_mask, chunk_frames, state, output_state, frames_per_rank)
+
+        # 3. Noise levels and text
+        features = timestep_features(timestep, 256, at_least_float32(x.dtype)).to(x.dtype)
+        embedded = self.time_embedding(features)
+        modulation = self.time_modulation(nn.functional.silu(embedded)).unflatten(-1, (6, -1))
+        text = text_bias = None
+        if encoder_hidden_states is not None:
+            text = self.caption_projection(encoder_hidden_states)
+            if encoder_attention_mask is not None:
+                text_bias = (1 - encoder_attention_mask.to(x.dtype))[:, None] * -10000.0
+
+        # 4. Blocks
+        states = []
+        for index, block in enumerate(self.blocks):
+            block_state = None if state is None else state.blocks[index]
+            arguments = (x, modulation, height, width, clip, text, text_bias, block_state)
+            if torch.is_grad_enabled() and self.gradient_checkpointing:
+                x, block_state = self._gradient_checkpointing_func(block, *arguments)
+            else:
+                x, block_state = block(*arguments)
+            states.append(block_state)
+
+        # 5. Back to latents
+        shift, scale = (self.scale_shift_table + embedded[:, :, None])[:, :, :, None].unbind(2)
+        x = self.proj_out((self.norm_out(x) * (1 + scale) + shift).to(x.dtype))
+        out_channels = self.config.out_channels or self.config.in_channels
+        x = x.reshape(batch, num_frames, height, width, patch_size, patch_size, out_channels)
+        sample = x.permute(0, 6, 1, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)
+
+        new_state = None
+        if clip.active is not None:
+            new_state = VideoDiTState(states, clip.active + (0 if state is None else state.frames))
+        return VideoDiTOutput(sample, new_state) if return_dict else (sample, new_state)
+
+    def _locate(
+        self,
+        x: Tensor,
+        height: int,
+        width: int,
+        mask: Tensor | None,
+        chunk_frames: int | None,
+        state: VideoDiTState | None,
+        output_state: bool,
+        frames_per_rank: list[int] | None,
+    ) -> Clip:
+        rank, _ = rank_and_size(self.group)
+        counts = frames_of_ranks(x.shape[1], self.group, frames_per_rank)
+        start, total = sum(counts[:rank]), sum(counts)
+        clip_mask = None if mask is None else gather_frames(mask, self.group, counts)
+        active = None
+        if output_state:
+            active = total if clip_mask is None else count_active(clip_mask)
+        first = start + (0 if state is None else state.frames)
+        return Clip(
+            counts=counts,
+            start=start,
+            stop=start + x.shape[1],
+            total=total,
+            chunk_frames=self.config.chunk_frames if chunk_frames is None else chunk_frames,
+            rotary=rotary_table(
+                self.config.attention_head_dim, range(first, first + x.shape[1]), height, width, like=x
+            ),
+            mask=mask,
+            clip_mask=clip_mask,
+            active=active,
+        )
+
+    def _check(
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        text: Tensor | None,
+        mask: Tensor | None,
+        state: VideoDiTState | None,
+    ) -> None:
+        if hidden_states.dim() != 5 or hidden_states.shape[1] != self.config.in_channels:
+            raise ValueError(
+                f"hidden_states must be (B, {self.config.in_channels}, T, h, w), got {tuple(hidden_states.shape)}"
+            )
+        batch, _, num_frames, height, width = hidden_states.shape
+        if height % self.config.patch_size or width % self.config.patch_size:
+            raise ValueError(f"h and w must be multiples of patch_size {self.config.patch_size}, got {height}x{width}")
+        if tuple(timestep.shape) not in ((batch,), (batch, num_frames)):
+            raise ValueError(
+                f"timestep must be (B,) or (B, T) with B {batch}, T {num_frames}, got {tuple(timestep.shape)}"
+            )
+        if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != (batch, num_frames)):
+            raise ValueError(
+                f"frame_mask must be bool, ({batch}, {num_frames}), True for active frames, got {mask.dtype} "
+                f"{tuple(mask.shape)}"
+            )
+        if (text is None) != (self.config.cross_attention_dim is None):
+            raise ValueError(
+                f"encoder_hidden_states is {None if text is None else tuple(text.shape)}, but the model's "
+                f"cross_attention_dim is {self.config.cross_attention_dim}: both or neither"
+            )
+        if state is not None and len(state.blocks) != len(self.blocks):
+            raise ValueError(f"the state is of {len(state.blocks)} blocks, the model has {len(self.blocks)}")
+
+
+def count_active(clip_mask: Tensor) -> int:
+    """The active frames of a whole clip (B, T); ValueError unless they are one prefix, the same in every sample."""
+    active = int(clip_mask[0].sum())
+    prefix = torch.arange(clip_mask.shape[1], device=clip_mask.device) < active
+    if not torch.equal(clip_mask, prefix.expand_as(clip_mask)):
+        raise ValueError(
+            "a state was asked for: frame_mask must be True for the same first frames of every sample and False after "
+            f"them, got {clip_mask.int().tolist()}"
+        )
+    return active
