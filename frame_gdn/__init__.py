@@ -1,9 +1,12 @@
-"""Frame-wise Gated DeltaNet attention for video diffusion: fast on one GPU, exact across many, streaming without end."""
+"""Frame-wise Gated DeltaNet attention for video diffusion: fast on one GPU, exact across many, streaming without
+end."""
 
 from .gdn import GDNState, bidirectional_gdn
+from .layer import BidirectionalGDN
 from .primitive import CpFrameGdnScanResult, cp_frame_gdn_scan
 
 __all__ = [
+    "BidirectionalGDN",
     "CpFrameGdnScanResult",
     "GDNState",
     "bidirectional_gdn",

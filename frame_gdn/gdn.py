@@ -1,4 +1,5 @@
-"""`bidirectional_gdn`: queries, keys, values and gates of a clip (or one rank's frames of it) to the attention output."""
+"""`bidirectional_gdn`: queries, keys, values and gates of a clip (or one rank's frames of it) to the attention
+output."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -20,8 +21,8 @@ class GDNState:
     S: (B, H, D, D) numerator state, value rows by key columns, float32 (float64 for float64 activations).
     z: (B, H, D) denominator state.
     frames: how many frames have been consumed.
-    conv_tail: (B, K-1, S, C) raw keys, before the short convolution, of the last K-1 active frames, zeros where there are
-        none; None for the functional form.
+    conv_tail: (B, K-1, S, C) raw keys, before the short convolution, of the last K-1 active frames, zeros where there
+        are none; None for the functional form.
     """
 
     S: Tensor
@@ -87,21 +88,21 @@ def bidirectional_gdn(
     Source: the bidirectional frame-wise recurrence of SANA-WM (NVlabs/Sana), after gated DeltaNet (arXiv 2412.06464).
 
     Args:
-        q, k, v: (B, N, H, D), N = T·S tokens frame-major, after norm, ReLU and key scale; any floating dtype, strided views
-            welcome. Under a group: this rank's own frames, uneven and empty shards included.
+        q, k, v: (B, N, H, D), N = T·S tokens frame-major, after norm, ReLU and key scale; any floating dtype, strided
+            views welcome. Under a group: this rank's own frames, uneven and empty shards included.
         beta: (B, N, H) in (0, 1).
         decay: (B, T, H), the factor in (0, 1], never its logarithm.
         q_rot, k_rot: (B, N, H, D), the numerator's q and k after rotary embedding; None means the plain ones.
-        mask: (B, T) bool, True = active. A padded frame has transition I and input 0; its output is 0, its gradients are 0,
-            and what stands in it, NaN included, reaches nothing.
+        mask: (B, T) bool, True = active. A padded frame has transition I and input 0; its output is 0, its gradients
+            are 0, and what stands in it, NaN included, reaches nothing.
         initial_state: enters the forward recurrence of the group's first rank. Its gradient is each rank's share.
         output_final_state: return the state after the last active frame, the same on all ranks.
         chunk_frames: None: reverse over the whole clip; c: reverse cut every c frames of the whole clip; 1: causal.
         normalize: False: numerator only (a camera branch); z of a final state is then 0.
         eps: added to the denominator.
         group: the context-parallel process group. One exchange of O(D²) a head forward, one backward.
-        frames_per_rank: all shards' frame counts, if the caller knows them; else asked of the ranks, in one tiny exchange, only
-            where a global position is needed (chunk_frames above 1, a final state).
+        frames_per_rank: all shards' frame counts, if the caller knows them; else asked of the ranks, in one tiny
+            exchange, only where a global position is needed (chunk_frames above 1, a final state).
         backend: "torch", "triton" or "auto".
         check: ranks compare their shapes on this call too, not on the group's first alone.
 
@@ -109,8 +110,9 @@ def bidirectional_gdn(
         out (B, N, H, D) in q's dtype, and the final state, None unless asked for.
 
     Raises:
-        ValueError: for shapes, dtypes, devices or options that do not fit, a group this process is not in, ranks that disagree
-            (found by the handshake), samples with different counts of active frames where a state is asked for.
+        ValueError: for shapes, dtypes, devices or options that do not fit, a group this process is not in, ranks that
+            disagree (found by the handshake), samples with different counts of active frames where a state is asked
+            for.
     """
     with parallel.checked(group, check):
         rank, size = parallel.rank_and_size(group)
@@ -153,9 +155,7 @@ def chunk_ends(
     return ends, [s // chunk_frames == (s + n) // chunk_frames for s, n in zip(starts, counts, strict=True)]
 
 
-def active_frames(
-    mask: Tensor | None, frames: int, group: ProcessGroup | None, counts: Sequence[int] | None
-) -> int:
+def active_frames(mask: Tensor | None, frames: int, group: ProcessGroup | None, counts: Sequence[int] | None) -> int:
     """How many active frames the whole clip holds; without a mask no look at the device is needed.
 
     Raises ValueError, on every rank alike, where the samples of the batch differ.
@@ -166,7 +166,9 @@ def active_frames(
     if group is not None and parallel.rank_and_size(group)[1] > 1:
         per_sample = [sum(ranks) for ranks in zip(*parallel.gather_ints(per_sample, group), strict=True)]
     if len(set(per_sample)) > 1:
-        raise ValueError(f"a state was asked for, but the samples have different counts of active frames: {per_sample}")
+        raise ValueError(
+            f"a state was asked for, but the samples have different counts of active frames: {per_sample}"
+        )
     return per_sample[0] if per_sample else 0
 
 
@@ -215,7 +217,9 @@ def _check(
             raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool, True for active frames, got {mask.dtype}")
-    if chunk_frames is not None and (isinstance(chunk_frames, bool) or not isinstance(chunk_frames, int) or chunk_frames < 1):
+    if chunk_frames is not None and (
+        isinstance(chunk_frames, bool) or not isinstance(chunk_frames, int) or chunk_frames < 1
+    ):
         raise ValueError(f"chunk_frames must be None or a positive int, got {chunk_frames!r}")
     if eps < 0:
         raise ValueError(f"eps must not be negative, got {eps}")

@@ -1,7 +1,8 @@
-"""Everything that is said between ranks: the handshake, the exchange of states, the halo. No other file issues a collective.
+"""Everything that is said between ranks: the handshake, the exchange of states, the halo. No other file issues a
+collective.
 
-Frames are sharded over the ranks of a context-parallel (CP) group in order; shards may be uneven or empty. Every rank takes
-part in every collective, in the same order, whatever it holds.
+Frames are sharded over the ranks of a context-parallel (CP) group in order; shards may be uneven or empty. Every rank
+takes part in every collective, in the same order, whatever it holds.
 """
 
 import contextlib
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from .torch_kernels import accumulation_dtype
+
 GATHERS = ("collective", "list", "p2p")
 
 #: Up to this many ranks, one all-gather; beyond, a scan in ceil(log2 P) rounds, whose memory no longer grows with P.
@@ -25,8 +28,8 @@ MAX_GATHER_RANKS = 16
 class FrameSharded(nn.Module):
     """A module that looks across frames. `group` is its CP group, None for all frames in one process.
 
-    The group may be set at any time, is in no configuration and no `state_dict`, dropped by pickle and kept by reference in
-    `copy.deepcopy`. `frame_gdn.parallelize` sets it on every such module of a model.
+    The group may be set at any time, is in no configuration and no `state_dict`, dropped by pickle and kept by
+    reference in `copy.deepcopy`. `frame_gdn.parallelize` sets it on every such module of a model.
     """
 
     group: ProcessGroup | None = None
@@ -64,7 +67,8 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Call(NamedTuple):
-    """What the ranks of a group must agree on. `flags` and `k` are the call's options and its chunk or truncation length."""
+    """What the ranks of a group must agree on. `flags` and `k` are the call's options and its chunk or truncation
+    length."""
 
     name: str
     B: int
@@ -80,8 +84,8 @@ class Call(NamedTuple):
 def checked(group: ProcessGroup | None, check: bool = False) -> Iterator[None]:
     """Checks of one rank's input, made so that a ValueError on one rank is one on all where a handshake is due.
 
-    Inside, raise ValueError freely. On a group's first call (or with check=True) the ranks that found nothing wrong are
-    in `agree` by then, and learn there that a peer refused.
+    Inside, raise ValueError freely. On a group's first call (or with check=True) the ranks that found nothing wrong
+    are in `agree` by then, and learn there that a peer refused.
     """
     try:
         yield
@@ -97,8 +101,8 @@ def agree(
 ) -> list[int] | None:
     """Every rank's frame count, by rank; None where nobody needs it and nobody said.
 
-    A handshake (one fixed-size message) takes place on a group's first call, with check=True, and where `positions` are
-    needed but `frames_per_rank` was not given. Disagreement is a ValueError on every rank.
+    A handshake (one fixed-size message) takes place on a group's first call, with check=True, and where `positions`
+    are needed but `frames_per_rank` was not given. Disagreement is a ValueError on every rank.
     """
     rank, size = rank_and_size(group)
     if group is None or size == 1:
@@ -131,7 +135,8 @@ def check_frames_per_rank(frames_per_rank: Sequence[int] | None, frames: int, gr
     rank, size = rank_and_size(group)
     if len(frames_per_rank) != size or frames_per_rank[rank] != frames:
         raise ValueError(
-            f"frames_per_rank is {list(frames_per_rank)}, but the group has {size} ranks and rank {rank} holds {frames} frames"
+            f"frames_per_rank is {list(frames_per_rank)}, but the group has {size} ranks "
+            f"and rank {rank} holds {frames} frames"
         )
 
 
@@ -192,7 +197,8 @@ def exchange(
 
     Args:
         transitions: this shard's M, one a chain, (..., D, D).
-        rightward, leftward: this shard's own contribution h, one a chain, (..., R, D); an empty list is no such direction.
+        rightward, leftward: this shard's own contribution h, one a chain, (..., R, D); an empty list is no such
+            direction.
         kept: `Arrivals.kept` of an exchange with the same transitions: they are then not sent again.
         rightward_open, leftward_open: by rank, whether the shard lets a state pass at all (False: M counts as 0).
         leftward_initial: this rank's share of what enters the leftward chain at its start; summed over ranks.
@@ -228,12 +234,12 @@ def exchange(
 def _closed(M: Tensor, is_open: Sequence[bool] | None) -> Tensor:
     if is_open is None or all(is_open):
         return M
-    keep = torch.tensor(list(is_open), device=M.device)
-    return torch.where(keep.view(-1, *[1] * (M.dim() - 1)), M, 0.0)
+    return torch.stack([m if passes else torch.zeros_like(m) for m, passes in zip(M, is_open, strict=True)])
 
 
 def _fold(A: Tensor, h: Tensor) -> Tensor:
-    """The state after a chain of shards, from zero: a tree of depth ceil(log2 n). A (n, ..., D, D), h (n, ..., R, D)."""
+    """The state after a chain of shards, from zero: a tree of depth ceil(log2 n). A (n, ..., D, D), h (n, ..., R,
+    D)."""
     if len(h) == 0:
         return h.new_zeros(h.shape[1:])
     while len(h) > 1:
@@ -281,7 +287,8 @@ def _exchange_in_rounds(
     leftward_initial: Sequence[Tensor],
     total: bool,
 ) -> Arrivals:
-    """The same as an exclusive scan in ceil(log2 P) rounds, both ways at once: after round i a rank knows 2^(i+1) - 1 neighbours.
+    """The same as an exclusive scan in ceil(log2 P) rounds, both ways at once: after round i a rank knows 2^(i+1) - 1
+    neighbours.
 
     Every rank joins every round: a round is one all_to_all_single, in which a rank writes only to rank ± 2^i.
     """
@@ -317,9 +324,7 @@ def _exchange_in_rounds(
     return Arrivals(arrived(right_before, rightward), left_in, totals, [])
 
 
-def _join(
-    earlier: list[tuple[Tensor, Tensor]], later: list[tuple[Tensor, Tensor]]
-) -> list[tuple[Tensor, Tensor]]:
+def _join(earlier: list[tuple[Tensor, Tensor]], later: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     if not earlier or not later:
         return earlier or later
     return [(A @ B, h @ B + g) for (A, h), (B, g) in zip(earlier, later, strict=True)]
@@ -344,7 +349,9 @@ def _round(
     message = _pack(outgoing) if outgoing else example.new_empty(0)
     arrived = example.new_empty(sum(receive))
     dist.all_to_all_single(arrived, message, receive, send, group=group)
-    from_left, from_right = arrived.split([receive[before] if before >= 0 else 0, receive[after] if after < size else 0])
+    from_left, from_right = arrived.split(
+        [receive[before] if before >= 0 else 0, receive[after] if after < size else 0]
+    )
 
     def unpack(flat: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         if flat.numel() == 0:
@@ -388,9 +395,9 @@ class _FetchFrames(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: "_FetchPlan", group: ProcessGroup) -> Tensor:
-        ctx.plan, ctx.group = plan, group
+        ctx.plan, ctx.group, ctx.frames = plan, group, x.shape[1]
         frames = x.transpose(0, 1)
-        message = frames[plan.outgoing].contiguous()
+        message = torch.cat([frames[:0], *(frames[first:stop] for first, stop in plan.runs)])
         arrived = message.new_empty(sum(plan.receive), *frames.shape[1:])
         _all_to_all(arrived, message, plan.receive, plan.send, group)
         return arrived.transpose(0, 1).contiguous()
@@ -398,23 +405,35 @@ class _FetchFrames(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        plan = ctx.plan
+        plan: _FetchPlan = ctx.plan
         message = grad.transpose(0, 1).contiguous()
         arrived = message.new_empty(sum(plan.send), *message.shape[1:])
         _all_to_all(arrived, message, plan.send, plan.receive, ctx.group)
-        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-        dx = torch.zeros(plan.frames, *message.shape[1:], dtype=wide, device=grad.device)
-        dx.index_add_(0, torch.tensor(plan.outgoing, dtype=torch.int64, device=grad.device), arrived.to(wide))
+        dx = message.new_zeros(ctx.frames, *message.shape[1:], dtype=accumulation_dtype(grad.dtype))
+        pieces = arrived.split([stop - first for first, stop in plan.runs])
+        for (first, stop), piece in zip(plan.runs, pieces, strict=True):
+            dx[first:stop] += piece
         return dx.transpose(0, 1).to(grad.dtype), None, None
 
 
 class _FetchPlan(NamedTuple):
-    """frames: held here; outgoing: which of them are sent, by receiver; send, receive: how many to and from each rank."""
+    """runs: which local frames are sent, as (first, stop), in the order of their receivers; send, receive: frames by
+    rank."""
 
-    frames: int
-    outgoing: list[int]
+    runs: list[tuple[int, int]]
     send: list[int]
     receive: list[int]
+
+
+def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """[2, 3, 4, 7] -> [(2, 5), (7, 8)]"""
+    runs: list[tuple[int, int]] = []
+    for index in indices:
+        if runs and runs[-1][1] == index:
+            runs[-1] = (runs[-1][0], index + 1)
+        else:
+            runs.append((index, index + 1))
+    return runs
 
 
 def fetch_frames(
@@ -433,8 +452,8 @@ def fetch_frames(
     for count in frames_per_rank:
         receive.append(sum(first <= index < first + count for index in wanted[rank]))
         first += count
-    plan = _FetchPlan(stop - start, [i for indices in outgoing for i in indices], [len(o) for o in outgoing], receive)
-    fetched: Tensor = _FetchFrames.apply(x, plan, group)
+    plan = _FetchPlan([run for indices in outgoing for run in _runs(indices)], [len(o) for o in outgoing], receive)
+    fetched: Tensor = _FetchFrames.apply(x, plan, group)  # type: ignore[no-untyped-call]
     return fetched
 
 
@@ -443,8 +462,8 @@ def halo(
 ) -> tuple[Tensor, Tensor]:
     """The `left` frames before and the `right` frames after this shard: x (B, T_local, ...) -> two of (B, width, ...).
 
-    Zeros beyond the clip. Shards shorter than the halo are fine: the frames then come from several ranks. Differentiable;
-    one all_to_all_single forward and one backward, none without a group.
+    Zeros beyond the clip. Shards shorter than the halo are fine: the frames then come from several ranks.
+    Differentiable; one all_to_all_single forward and one backward, none without a group.
     """
     rank, size = rank_and_size(group)
     if group is None or size == 1:
@@ -474,9 +493,7 @@ def gather_frames(x: Tensor, group: ProcessGroup | None, frames_per_rank: Sequen
     return fetch_frames(x, [range(sum(counts))] * size, group, counts)
 
 
-def _all_to_all(
-    arrived: Tensor, message: Tensor, receive: list[int], send: list[int], group: ProcessGroup
-) -> None:
+def _all_to_all(arrived: Tensor, message: Tensor, receive: list[int], send: list[int], group: ProcessGroup) -> None:
     """all_to_all_single over the first dimension, as bytes: every dtype travels on every backend."""
-    as_bytes = [t.reshape(t.shape[0], -1).view(torch.uint8) if t.numel() else t.new_empty(t.shape[0], 0).view(torch.uint8) for t in (arrived, message)]
-    dist.all_to_all_single(as_bytes[0], as_bytes[1], receive, send, group=group)
+    flat = [t.reshape(t.shape[0], -1) if t.numel() else t.new_empty(t.shape[0], 0) for t in (arrived, message)]
+    dist.all_to_all_single(flat[0].view(torch.uint8), flat[1].view(torch.uint8), receive, send, group=group)

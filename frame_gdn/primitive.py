@@ -41,19 +41,19 @@ def cp_frame_gdn_scan(
 ) -> tuple[Tensor, Tensor] | CpFrameGdnScanResult:
     """S_t = S_{t-1} W_kv_t + U_kv_t and z_t = W_z_t z_{t-1} + U_z_t over the frames of all ranks, in rank order.
 
-    One exchange of O(D²) a head between ranks forward, one backward; none without a group. W need not be symmetric. First-order
-    differentiable in every tensor. The recurrence is that of gated DeltaNet (arXiv 2412.06464) with a frame as the step,
-    as SANA-WM uses it.
+    One exchange of O(D²) a head between ranks forward, one backward; none without a group. W need not be symmetric.
+    First-order differentiable in every tensor. The recurrence is that of gated DeltaNet (arXiv 2412.06464) with a
+    frame as the step, as SANA-WM uses it.
 
     Args:
         W_kv, U_kv, W_z: (BH, T_local, D, D). W_kv multiplies from the right, W_z from the left.
         U_z: (BH, T_local, D).
         group: the context-parallel group; None or a group of one communicates nothing.
-        reverse: the chain of ranks runs from the last to the first. Each rank's tensors are taken in the order given, so the
-            caller hands them over already flipped in time.
-        truncate_to_active: k, 1 <= k <= total frames: frames >= k, counted in time, are padding (transition I, input 0).
-            The result is then a `CpFrameGdnScanResult`, with the state after global frame k-1 on every rank (one broadcast
-            more forward, one all-reduce more backward: its gradient is summed over the ranks that used it).
+        reverse: the chain of ranks runs from the last to the first. Each rank's tensors are taken in the order given,
+            so the caller hands them over already flipped in time.
+        truncate_to_active: k, 1 <= k <= total frames: frames >= k, counted in time, are padding (transition I, input
+            0). The result is then a `CpFrameGdnScanResult`, with the state after global frame k-1 on every rank (one
+            broadcast more forward, one all-reduce more backward: its gradient is summed over the ranks that used it).
         initial_state: (S (BH, D, D), z (BH, D)), enters at the chain's first rank.
         frames_per_rank: every rank's T_local, if known; else asked in one tiny exchange, only for a truncation.
         gather: "collective", "list" or "p2p", how states travel; the results agree to the bit.
@@ -64,8 +64,9 @@ def cp_frame_gdn_scan(
         truncated, a `CpFrameGdnScanResult`.
 
     Raises:
-        ValueError: for shapes, dtypes or devices that do not fit, a k out of range (on every rank alike), an unknown gather
-            or backend, a group this process is not in, or ranks that disagree (found on the group's first call).
+        ValueError: for shapes, dtypes or devices that do not fit, a k out of range (on every rank alike), an unknown
+            gather or backend, a group this process is not in, or ranks that disagree (found on the group's first
+            call).
     """
     with parallel.checked(group):
         parallel.rank_and_size(group)
@@ -146,7 +147,8 @@ def _check(
         for name, tensor, shape in zip(("S", "z"), initial_state, ((BH, D, D), (BH, D)), strict=True):
             if tuple(tensor.shape) != shape or tensor.device != W_kv.device:
                 raise ValueError(
-                    f"initial_state's {name} must be {shape} on {W_kv.device}, got {tuple(tensor.shape)} on {tensor.device}"
+                    f"initial_state's {name} must be {shape} on {W_kv.device}, "
+                    f"got {tuple(tensor.shape)} on {tensor.device}"
                 )
     if k is not None and (isinstance(k, bool) or not isinstance(k, int)):
         raise ValueError(f"truncate_to_active must be None or an int, got {k!r}")

@@ -43,7 +43,8 @@ def pick_backend(name: str, like: Tensor) -> ModuleType:
 
 @dataclass(frozen=True)
 class GDNOptions:
-    """How one call of `gdn_scan` runs. `ends`: by local frame, is it the last of its chunk; `passes`: by rank, holds no end."""
+    """How one call of `gdn_scan` runs. `ends`: by local frame, is it the last of its chunk; `passes`: by rank, holds
+    no end."""
 
     normalize: bool
     eps: float
@@ -178,9 +179,12 @@ def _exchange_adjoint(
     return Edges(S, z, R, y)
 
 
-def gdn_scan(x: Inputs, S0: Tensor | None, z0: Tensor | None, options: GDNOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Tokens to output, differentiable in every input: (B, N, H, D), and the final S and z where they are asked for."""
-    out: tuple[Tensor, Tensor | None, Tensor | None] = _GDNScan.apply(options, S0, z0, *x)
+def gdn_scan(
+    x: Inputs, S0: Tensor | None, z0: Tensor | None, options: GDNOptions
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Tokens to output, differentiable in every input: (B, N, H, D), and the final S and z where they are asked
+    for."""
+    out: tuple[Tensor, Tensor | None, Tensor | None] = _GDNScan.apply(options, S0, z0, *x)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -189,7 +193,8 @@ def gdn_scan(x: Inputs, S0: Tensor | None, z0: Tensor | None, options: GDNOption
 
 @dataclass(frozen=True)
 class ScanOptions:
-    """How one call of `frame_scan` runs. `terminal`: (rank, local position) of the frame whose state all ranks receive."""
+    """How one call of `frame_scan` runs. `terminal`: (rank, local position) of the frame whose state all ranks
+    receive."""
 
     reverse: bool
     group: ProcessGroup | None
@@ -207,7 +212,7 @@ class _FrameScan(torch.autograd.Function):
         steps, group = options.backend, options.group
         rank, size = parallel.rank_and_size(group)
         first = size - 1 if options.reverse else 0
-        entering = list(initial) if rank == first else [None, None]
+        entering: list[Tensor | None] = list(initial) if rank == first else [None, None]
         kept: list[Tensor] = []
         with torch.autocast(A[0].device.type, enabled=False):  # type: ignore[union-attr]
             if group is not None and size > 1:
@@ -227,7 +232,7 @@ class _FrameScan(torch.autograd.Function):
             ends: list[Tensor] = []
             if options.terminal is not None:
                 owner, position = options.terminal
-                ends = [x[:, position].clone() if rank == owner else torch.empty_like(b[:, :1].sum(1)) for x, b in zip(X, B, strict=True)]  # type: ignore[index]
+                ends = [x[:, position].clone() if rank == owner else x.new_empty(x.shape[0], *x.shape[2:]) for x in X]
                 if group is not None and size > 1:
                     ends = parallel.broadcast(ends, owner, group)
         ctx.options, ctx.kept = options, len(kept)
@@ -259,13 +264,18 @@ class _FrameScan(torch.autograd.Function):
                 if not kept and options.reverse:
                     M = [m.mT.contiguous() for m in M]
                 came = parallel.exchange(
-                    M, h if options.reverse else [], [] if options.reverse else h, group, gather=options.gather, kept=kept
+                    M,
+                    h if options.reverse else [],
+                    [] if options.reverse else h,
+                    group,
+                    gather=options.gather,
+                    kept=kept,
                 )
                 arriving = list(came.rightward if options.reverse else came.leftward)
-            G, leaving = zip(*(steps.scan_adjoint(a, d, g) for a, d, g in zip(A, dX, arriving, strict=True)), strict=True)
-            dA = [
-                torch_kernels.states_before(x, e, dim=1).mT @ g for x, e, g in zip(X, entering, G, strict=True)
-            ]
+            G, leaving = zip(
+                *(steps.scan_adjoint(a, d, g) for a, d, g in zip(A, dX, arriving, strict=True)), strict=True
+            )
+            dA = [torch_kernels.states_before(x, e, dim=1).mT @ g for x, e, g in zip(X, entering, G, strict=True)]
         first = size - 1 if options.reverse else 0
         dinitial = [
             None if not needed else d if rank == first else torch.zeros_like(d)
@@ -281,5 +291,5 @@ def frame_scan(
 
     Returns both chains' X (BH, T, R, D), then their terminal states (BH, R, D) where `options.terminal` names a frame.
     """
-    out: tuple[Tensor, ...] = _FrameScan.apply(options, *A, *B, *initial)
+    out: tuple[Tensor, ...] = _FrameScan.apply(options, *A, *B, *initial)  # type: ignore[no-untyped-call]
     return out

@@ -1,6 +1,7 @@
 """The plain PyTorch backend: the local steps of the frame scan on one shard, forward and backward.
 
-A backend is a module with the functions below; `triton_kernels` offers the same ones. None of them communicates and none
+A backend is a module with the functions below; `triton_kernels` offers the same ones. None of them communicates and
+none
 is differentiable by autograd: the backward of each step stands beside it, and `scan.py` puts them together.
 
 Shapes: tokens (B, N, H, D) with N = T·S frame-major, beta (B, N, H), decay (B, T, H), mask (B, T) bool.
@@ -50,7 +51,8 @@ class Edges(NamedTuple):
 
 
 class States(NamedTuple):
-    """What each frame's queries meet: S, z after the frame (forward, inclusive); R, y of the frames after it (exclusive)."""
+    """What each frame's queries meet: S, z after the frame (forward, inclusive); R, y of the frames after it
+    (exclusive)."""
 
     S: Tensor
     z: Tensor | None
@@ -147,7 +149,7 @@ def transitions_backward(
         dk, dv, dk_rot, dbeta = (torch.where(active, d, 0.0) for d in (dk, dv, dk_rot, dbeta))
         ddecay = torch.where(x.mask[:, None], ddecay, 0.0)
     if x.k_rot is None:
-        dk, dk_rot = dk + dk_rot, None
+        dk = dk + dk_rot
     return (
         _tokens(dk, x.k),
         _tokens(dv, x.v),
@@ -177,7 +179,8 @@ def scan(A: Tensor, B: Tensor, initial: Tensor | None) -> Tensor:
 
 
 def scan_adjoint(A: Tensor, dX: Tensor, entering: Tensor | None) -> tuple[Tensor, Tensor]:
-    """G_t = dX_t + G_{t+1} A_{t+1}ᵀ, from the last frame to the first; `entering` is what later frames add to the last.
+    """G_t = dX_t + G_{t+1} A_{t+1}ᵀ, from the last frame to the first; `entering` is what later frames add to the
+    last.
 
     Returns every G (..., T, R, D) and what leaves before frame 0, G_0 A_0ᵀ (..., R, D).
     """
@@ -250,9 +253,7 @@ def scan_states_adjoint(
     if reverse:
         F, F_out = _reverse_adjoint(tr.W, dX, entering.R, ends)
         if tr.W_z is not None and dx is not None:
-            phi, phi_out = (
-                s.squeeze(-2) for s in _reverse_adjoint(tr.W_z, dx.unsqueeze(-2), _row(entering.y), ends)
-            )
+            phi, phi_out = (s.squeeze(-2) for s in _reverse_adjoint(tr.W_z, dx.unsqueeze(-2), _row(entering.y), ends))
     return States(G, gamma, F, phi), Edges(G_out, gamma_out, F_out, phi_out)
 
 
@@ -261,9 +262,7 @@ def leaving(tr: Transitions, entering: Edges, ends: Sequence[bool], reverse: boo
     return scan_states(tr, entering, ends, reverse)[1]
 
 
-def leaving_adjoint(
-    tr: Transitions, dX: Tensor, dx: Tensor | None, ends: Sequence[bool], reverse: bool
-) -> Edges:
+def leaving_adjoint(tr: Transitions, dX: Tensor, dx: Tensor | None, ends: Sequence[bool], reverse: bool) -> Edges:
     """The adjoints that leave the shard on both sides when none enters."""
     return scan_states_adjoint(tr, dX, dx, Edges(None, None, None, None), ends, reverse)[1]
 

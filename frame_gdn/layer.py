@@ -1,0 +1,322 @@
+"""`BidirectionalGDN`: the attention layer of a video DiT block, tokens in, tokens out."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from . import parallel
+from .gdn import GDNState, bidirectional_gdn
+from .parallel import FrameSharded
+from .torch_kernels import accumulation_dtype
+
+#: Where SiLU is 1: an output gate with this bias and no weight lets everything through.
+SILU_ONE = 1.278464542761074
+
+
+class TemporalShortConv(nn.Module):
+    """Depthwise convolution over frames, the same K taps to the past and to the future, the last tap the centre.
+
+        k'_t = w[K-1] k_t + Σ_{j=1..K-1} w[K-1-j] (k_{t-j} + k_{t+j})
+
+    Weight (C, 1, K), no bias. Source: SANA-WM's short convolution, a causal kernel run both ways, its centre counted
+    once.
+    """
+
+    def __init__(self, channels: int, kernel_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(channels, 1, kernel_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The identity tap (0, ..., 0, 1)."""
+        with torch.no_grad():
+            self.weight.zero_()
+            self.weight[:, :, -1] = 1.0
+
+    def forward(
+        self, x: Tensor, past: Tensor, future: Tensor, chunk_frames: int | None = None, first_frame: int = 0
+    ) -> Tensor:
+        """x (B, T, ..., C) between the K-1 frames before it and the K-1 after it, each (B, K-1, ..., C) -> like x.
+
+        With chunk_frames, taps past the end of a frame's chunk see zeros; x starts at frame `first_frame` of the clip.
+        """
+        T, K = x.shape[1], self.weight.shape[-1]
+        if T == 0:
+            return x
+        taps = self.weight[:, 0].to(x.dtype).unbind(-1)
+        seen = torch.cat([past, x, future], 1)
+        in_chunk = None
+        if chunk_frames is not None:
+            in_chunk = torch.arange(first_frame, first_frame + T, device=x.device) % chunk_frames
+        out = x * taps[-1]
+        for j in range(1, K):
+            before, after = seen[:, K - 1 - j : K - 1 - j + T], seen[:, K - 1 + j : K - 1 + j + T]
+            if in_chunk is not None and chunk_frames is not None:
+                allowed = (in_chunk + j < chunk_frames).view(T, *[1] * (x.dim() - 2))
+                after = torch.where(allowed, after, 0.0)
+            out = out + (before + after) * taps[K - 1 - j]
+        return out
+
+
+class BidirectionalGDN(FrameSharded):
+    """Bidirectional frame-wise gated DeltaNet attention with SANA-WM's parameter names, so that its weights load by
+    name.
+
+    qkv -> short temporal convolution on k -> RMSNorm over all channels on q, k -> ReLU -> key scale 1/√(D·S) ->
+    rotary on copies of q, k -> bidirectional scan over frames -> × SiLU(output_gate(x)) -> proj, with
+    β = sigmoid(beta_proj(x)) a token and head and g = exp(-exp(A_log) softplus(gate_proj(mean x) + dt_bias)) a frame
+    and head.
+    Source: SANA-WM's main branch (NVlabs/Sana). The gates start near plain linear attention.
+
+    Args:
+        hidden_size: C, channels of the tokens.
+        num_heads: H; D = C / H.
+        conv_kernel_size: K of the short convolution on keys; 0 for none.
+        norm_eps: inside the root of the RMSNorms.
+        eps: added to the denominator.
+        group: context-parallel group of the frames; may be set later, e.g. by `parallelize`.
+        backend: "torch", "triton" or "auto".
+
+    Raises:
+        ValueError: where num_heads does not divide hidden_size, or a size is not positive.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        conv_kernel_size: int = 4,
+        norm_eps: float = 1e-5,
+        eps: float = 1e-15,
+        group: ProcessGroup | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if hidden_size <= 0 or num_heads <= 0 or hidden_size % num_heads:
+            raise ValueError(f"hidden_size must be a positive multiple of num_heads: {hidden_size} and {num_heads}")
+        if conv_kernel_size < 0:
+            raise ValueError(f"conv_kernel_size must be 0 (none) or positive, got {conv_kernel_size}")
+        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, hidden_size // num_heads
+        self.conv_kernel_size, self.eps, self.group, self.backend = conv_kernel_size, eps, group, backend
+        self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(hidden_size, eps=norm_eps)
+        self.k_norm = nn.RMSNorm(hidden_size, eps=norm_eps)
+        self.beta_proj = nn.Linear(hidden_size, num_heads)
+        self.gate_proj = nn.Linear(hidden_size, num_heads)
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+        self.conv_k = TemporalShortConv(hidden_size, conv_kernel_size) if conv_kernel_size else None
+        self.output_gate = nn.Linear(hidden_size, hidden_size)
+        self.proj = nn.Linear(hidden_size, hidden_size)
+        self.reset_gates()
+
+    def reset_gates(self) -> None:
+        """Gates near plain linear attention: β = sigmoid(5), g = exp(-softplus(-5)), output gate 1, identity
+        convolution."""
+        with torch.no_grad():
+            for linear, bias in ((self.beta_proj, 5.0), (self.gate_proj, 0.0), (self.output_gate, SILU_ONE)):
+                linear.weight.zero_()
+                linear.bias.fill_(bias)
+            self.A_log.zero_()
+            self.dt_bias.fill_(-5.0)
+        if self.conv_k is not None:
+            self.conv_k.reset_parameters()
+
+    def forward(
+        self,
+        x: Tensor,
+        num_frames: int,
+        *,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | None = None,
+        state: GDNState | None = None,
+        output_final_state: bool = False,
+        chunk_frames: int | None = None,
+        frames_per_rank: Sequence[int] | None = None,
+    ) -> tuple[Tensor, GDNState | None]:
+        """(B, N_local, C) -> (B, N_local, C), and the state after the last active frame where it is asked for.
+
+        Args:
+            x: (B, N_local, C), N_local = num_frames · S tokens frame-major, after the host's modulation.
+            num_frames: frames in x: this rank's own, where a group is set.
+            rotary: (cos, sin), each (N_local, D/2), of this shard's own tokens; None for no rotary embedding.
+            mask: (B, num_frames) bool, True = active. A padded frame reaches nothing; the layer returns `proj.bias`
+                there.
+            state: continues from it; the same on every rank of a group.
+            output_final_state: also return the `GDNState` to continue from, the same on every rank.
+            chunk_frames: None: the whole clip is seen; c: no frame sees past the end of its chunk of c frames.
+            frames_per_rank: every rank's num_frames, if known; else asked in one tiny exchange.
+
+        Raises:
+            ValueError: for shapes that do not fit, and as `bidirectional_gdn`.
+        """
+        with parallel.checked(self.group):
+            S = self._check(x, num_frames, rotary, mask, state)
+            rank, size = parallel.rank_and_size(self.group)
+            parallel.check_frames_per_rank(frames_per_rank, num_frames, self.group)
+        B, N, C = x.shape
+        H, D = self.num_heads, self.head_dim
+        counts = parallel.agree(
+            parallel.Call("BidirectionalGDN", B, H, D, x.dtype, output_final_state, num_frames, chunk_frames or 0),
+            self.group,
+            frames_per_rank,
+            positions=True,
+            check=False,
+        )
+        assert counts is not None
+        if output_final_state and size > 1 and 0 in counts:  # an empty shard cannot tell the size of a frame
+            assert self.group is not None
+            S = max(row[0] for row in parallel.gather_ints([S if num_frames else 0], self.group))
+
+        if mask is not None:
+            x = torch.where(mask.repeat_interleave(S, 1, output_size=N).unsqueeze(-1), x, 0.0)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        conv_tail = None
+        if self.conv_k is not None:
+            k, conv_tail = self._convolve(
+                k.reshape(B, num_frames, S, C), mask, state, output_final_state, chunk_frames, counts
+            )
+            k = k.flatten(1, 2)
+        q, k = F.relu(self.q_norm(q)).to(v.dtype), F.relu(self.k_norm(k)).to(v.dtype) * (D * max(S, 1)) ** -0.5
+        q, k, v = (t.unflatten(-1, (H, D)) for t in (q, k, v))
+        q_rot = k_rot = None
+        if rotary is not None:
+            q_rot, k_rot = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+
+        beta = self.beta_proj(x).sigmoid()
+        frame_mean = x.reshape(B, num_frames, S, C).mean(2)
+        gate = self.gate_proj(frame_mean)
+        wide = accumulation_dtype(gate.dtype)
+        decay = torch.exp(-self.A_log.to(wide).exp() * F.softplus(gate.to(wide) + self.dt_bias.to(wide)))
+
+        out, final = bidirectional_gdn(
+            q, k, v, beta, decay,
+            q_rot=q_rot, k_rot=k_rot, mask=mask,
+            initial_state=state, output_final_state=output_final_state, chunk_frames=chunk_frames,
+            eps=self.eps, group=self.group, frames_per_rank=counts, backend=self.backend,
+        )  # fmt: skip
+        out = out.flatten(2) * F.silu(self.output_gate(x).to(wide))
+        out = self.proj(out.to(v.dtype))
+        if final is not None:
+            final = GDNState(final.S, final.z, final.frames, conv_tail)
+        return out, final
+
+    def _convolve(
+        self,
+        k: Tensor,
+        mask: Tensor | None,
+        state: GDNState | None,
+        output_tail: bool,
+        chunk_frames: int | None,
+        counts: Sequence[int],
+    ) -> tuple[Tensor, Tensor | None]:
+        """The short convolution of keys (B, T, S, C) with its halo, and the tail of raw keys that a state carries on.
+
+        The frames before the clip, zeros or a state's tail, count as K-1 more frames at the head of the first rank, so
+        that halo and tail are one fetch, wherever the frames lie.
+        """
+        assert self.conv_k is not None
+        rank, size = parallel.rank_and_size(self.group)
+        B, T, width = k.shape[0], k.shape[1], self.conv_kernel_size - 1
+        if rank == 0:
+            tail = None if state is None else state.conv_tail
+            head = k.new_zeros(B, width, *k.shape[2:]) if tail is None else tail.to(k.dtype)
+            held = torch.cat([head, k], 1)
+        else:
+            held = k
+        total = sum(counts)
+        ends = [total] * B
+        if output_tail and mask is not None:
+            ends = _last_active(mask, self.group, counts)
+        tails = sorted({frame for end in ends for frame in range(end, end + width)}) if output_tail else []
+        start = sum(counts[:rank])  # frame t of the clip stands at t + width among what is held
+        if self.group is not None and size > 1:
+            wanted, first = [], 0
+            for count in counts:
+                stop = first + count
+                near = {*range(first, first + width), *range(stop + width, min(stop + width, total) + width)}
+                wanted.append(sorted((near if count else set()) | set(tails)))
+                first += count
+            held_counts = [count + width * (r == 0) for r, count in enumerate(counts)]
+            fetched = parallel.fetch_frames(held, wanted, self.group, held_counts)
+            mine = wanted[rank]
+        else:
+            fetched, mine = held, list(range(total + width))
+
+        def frames(first: int, stop: int) -> Tensor:  # they follow one another in what was fetched
+            return fetched.narrow(1, mine.index(first) if stop > first else 0, max(stop - first, 0))
+
+        past = frames(start, start + width) if T else k
+        after = frames(start + width + T, min(start + T + width, total) + width) if T else k
+        future = torch.cat([after, k.new_zeros(B, width - after.shape[1], *k.shape[2:])], 1)
+        out = self.conv_k(k, past, future, chunk_frames, start)
+        if not output_tail:
+            return out, None
+        if len(set(ends)) == 1:
+            return out, frames(ends[0], ends[0] + width)
+        return out, torch.cat([frames(end, end + width)[b : b + 1] for b, end in enumerate(ends)])
+
+    def _check(
+        self,
+        x: Tensor,
+        num_frames: int,
+        rotary: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
+        state: GDNState | None,
+    ) -> int:
+        if x.dim() != 3 or x.shape[-1] != self.hidden_size:
+            raise ValueError(f"x must be (B, N, {self.hidden_size}), got {tuple(x.shape)}")
+        B, N, _ = x.shape
+        if num_frames < 0 or (num_frames == 0) != (N == 0) or (num_frames and N % num_frames):
+            raise ValueError(f"x's N must be a multiple of num_frames, got N {N} and num_frames {num_frames}")
+        S = N // num_frames if num_frames else 1
+        if rotary is not None:
+            wanted = (N, self.head_dim // 2)
+            if self.head_dim % 2 or any(tuple(table.shape) != wanted for table in rotary):
+                raise ValueError(f"rotary must be (cos, sin), each {wanted}, got {[tuple(t.shape) for t in rotary]}")
+        if mask is not None and (tuple(mask.shape) != (B, num_frames) or mask.dtype != torch.bool):
+            raise ValueError(f"mask must be bool {(B, num_frames)}, got {mask.dtype} {tuple(mask.shape)}")
+        tail = None if state is None else state.conv_tail
+        if tail is not None and num_frames:
+            expected = (B, max(self.conv_kernel_size - 1, 0), S, self.hidden_size)
+            if tuple(tail.shape) != expected:
+                raise ValueError(f"state.conv_tail must be {expected}, got {tuple(tail.shape)}")
+        return S
+
+
+def _last_active(mask: Tensor, group: ProcessGroup | None, counts: Sequence[int]) -> list[int]:
+    """By sample, how many frames of the clip there are up to its last active one."""
+    rank, size = parallel.rank_and_size(group)
+    positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    local = [int(n) for n in (mask * positions).amax(1).tolist()] if mask.shape[1] else [0] * mask.shape[0]
+    start = sum(counts[:rank])
+    ends = [start + n if n else 0 for n in local]
+    if group is not None and size > 1:
+        ends = [max(ranks) for ranks in zip(*parallel.gather_ints(ends, group), strict=True)]
+    return ends
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate interleaved pairs (2i, 2i+1) of x (B, N, H, D) by tables (N, D/2), in float32 at least, cast back to x's
+    dtype."""
+    wide = accumulation_dtype(x.dtype)
+    even, odd = x.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos.to(wide).unsqueeze(1), sin.to(wide).unsqueeze(1)
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(x.dtype)
+
+
+def main_branch_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A SANA-WM attention block's weights without what `BidirectionalGDN` has no place for.
+
+    Dropped are the unused buffer `recall_gate` and the camera branch (`*_cam.*`); a bare strict load refuses them.
+    """
+    return {
+        name: tensor
+        for name, tensor in state_dict.items()
+        if name != "recall_gate" and not name.split(".")[0].endswith("_cam")
+    }
