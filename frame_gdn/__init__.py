@@ -3,6 +3,7 @@ end."""
 
 from .gdn import GDNState, bidirectional_gdn
 from .layer import BidirectionalGDN
+from .parallelize import parallelize
 from .primitive import CpFrameGdnScanResult, cp_frame_gdn_scan
 
 __all__ = [
@@ -11,4 +12,5 @@ __all__ = [
     "GDNState",
     "bidirectional_gdn",
     "cp_frame_gdn_scan",
+    "parallelize",
 ]
