@@ -21,7 +21,17 @@ from torch import Tensor, nn
 
 from frame_gdn import BidirectionalGDN, GDNState
 from frame_gdn.layer import apply_rotary
-from frame_gdn.parallel import FrameSharded, fetch_frames, frames_of_ranks, gather_frames, halo, rank_and_size
+from frame_gdn.parallel import (
+    Call,
+    FrameSharded,
+    agree,
+    check_frames_per_rank,
+    checked,
+    fetch_frames,
+    gather_frames,
+    halo,
+    rank_and_size,
+)
 
 
 @dataclass(frozen=True)
@@ -309,7 +319,8 @@ class VideoDiTBlock(nn.Module):
             self.attn = BidirectionalGDN(hidden_size, num_heads, conv_kernel_size=conv_kernel_size)
         self.cross_attn = None
         if cross_attention:
-            self.cross_attn = Attention(hidden_size, heads=num_heads, dim_head=hidden_size // num_heads, bias=True)
+            # No bias: one on the keys would move all logits of a query alike, and never learn.
+            self.cross_attn = Attention(hidden_size, heads=num_heads, dim_head=hidden_size // num_heads)
         self.norm2 = nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
         self.ff = FeedForward(hidden_size, ffn_expand_ratio)
         # Rows: shift, scale, gate of the attention; shift, scale, gate of the feed-forward. Residual gates that start
@@ -439,7 +450,7 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
             encoder_attention_mask: (B, L), 1 or True where the text is no padding.
             frame_mask: (B, T) bool, False in frames that are padding: they reach no other frame, and their own output
                 is finite and means nothing. On all ranks or on none.
-            chunk_frames: None takes the configuration's.
+            chunk_frames: a chunk's frames; None takes the configuration's.
             state: continue from here. The call's first frame is then the first of a chunk, and the same state is given
                 on all ranks.
             output_state: return the state after the last active frame, the same on all ranks.
@@ -450,7 +461,12 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
             ValueError: shapes that do not fit the configuration or one another; a text without cross-attention or the
                 reverse; a state asked for where frame_mask's active frames are not one prefix, equal in the batch.
         """
-        self._check(hidden_states, timestep, encoder_hidden_states, frame_mask, state)
+        if chunk_frames is None:
+            chunk_frames = self.config.chunk_frames
+        with checked(self.group):
+            self._check(
+                hidden_states, timestep, encoder_hidden_states, frame_mask, chunk_frames, state, frames_per_rank
+            )
         batch, _, num_frames, height, width = hidden_states.shape
         patch_size = self.config.patch_size
         height, width = height // patch_size, width // patch_size
@@ -512,7 +528,15 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         frames_per_rank: list[int] | None,
     ) -> Clip:
         rank, _ = rank_and_size(self.group)
-        counts = frames_of_ranks(x.shape[1], self.group, frames_per_rank)
+        given = (mask is not None) + 2 * (state is not None) + 4 * output_state
+        heads, head_dim = self.config.num_attention_heads, self.config.attention_head_dim
+        counts = agree(
+            Call("other", x.shape[0], heads, head_dim, x.dtype, given, x.shape[1], chunk_frames or 0),
+            self.group,
+            frames_per_rank,
+            positions=True,
+            check=False,
+        )
         start, total = sum(counts[:rank]), sum(counts)
         clip_mask = None if mask is None else gather_frames(mask, self.group, counts)
         active = None
@@ -524,10 +548,8 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
             start=start,
             stop=start + x.shape[1],
             total=total,
-            chunk_frames=self.config.chunk_frames if chunk_frames is None else chunk_frames,
-            rotary=rotary_table(
-                self.config.attention_head_dim, range(first, first + x.shape[1]), height, width, like=x
-            ),
+            chunk_frames=chunk_frames,
+            rotary=rotary_table(head_dim, range(first, first + x.shape[1]), height, width, like=x),
             mask=mask,
             clip_mask=clip_mask,
             active=active,
@@ -539,7 +561,9 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         timestep: Tensor,
         text: Tensor | None,
         mask: Tensor | None,
+        chunk_frames: int | None,
         state: VideoDiTState | None,
+        frames_per_rank: list[int] | None,
     ) -> None:
         if hidden_states.dim() != 5 or hidden_states.shape[1] != self.config.in_channels:
             raise ValueError(
@@ -557,6 +581,9 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
                 f"frame_mask must be bool, ({batch}, {num_frames}), True for active frames, got {mask.dtype} "
                 f"{tuple(mask.shape)}"
             )
+        check_frames_per_rank(frames_per_rank, num_frames, self.group)
+        if chunk_frames is not None and chunk_frames < 1:
+            raise ValueError(f"chunk_frames must be None or positive, got {chunk_frames}")
         if (text is None) != (self.config.cross_attention_dim is None):
             raise ValueError(
                 f"encoder_hidden_states is {None if text is None else tuple(text.shape)}, but the model's "

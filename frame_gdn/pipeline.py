@@ -1,0 +1,128 @@
+"""`FrameGDNRolloutPipeline`: a video as long as one wants, chunk after chunk. The only part of the package that needs
+diffusers at import."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, ModelMixin
+from diffusers.utils import BaseOutput
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor
+
+PREDICTION_TYPES = ("velocity", "sample")
+
+
+@dataclass
+class RolloutOutput(BaseOutput):  # type: ignore[misc]
+    """`latents` (B, C, num_chunks · chunk_frames, h, w): the generated frames, without the given ones."""
+
+    latents: Tensor
+
+
+class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
+    """Continue a clip chunk by chunk: each new chunk is denoised in view of all that came before, through a state.
+
+    The state is made by clean frames alone: a finished chunk passes the model once more, at timestep 0, before the
+    next one begins. So every step equals a pass over [all clean chunks, the noisy chunk] with per-frame timesteps.
+
+    Args:
+        transformer: a chunk-causal model (config.chunk_frames is set), `models.VideoDiT` or one that is called as it
+            is: `transformer(latents, timestep (B, T), ..., state=, output_state=)` with `.sample` and `.state`.
+        scheduler: flow matching; a level sigma mixes (1 - sigma) · clip + sigma · noise.
+        prediction_type: what the model was trained to predict, "velocity" (noise - clip) or "sample" (the clean clip).
+    """
+
+    model_cpu_offload_seq = "transformer"
+
+    def __init__(
+        self, transformer: ModelMixin, scheduler: FlowMatchEulerDiscreteScheduler, prediction_type: str = "velocity"
+    ) -> None:
+        super().__init__()
+        if prediction_type not in PREDICTION_TYPES:
+            raise ValueError(f"prediction_type must be one of {PREDICTION_TYPES}, got {prediction_type!r}")
+        if not transformer.config.chunk_frames:
+            raise ValueError("a rollout needs a chunk-causal model: the transformer's config.chunk_frames is not set")
+        self.register_modules(transformer=transformer, scheduler=scheduler)
+        self.register_to_config(prediction_type=prediction_type)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        first_frames: Tensor,
+        num_chunks: int,
+        num_inference_steps: int = 20,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        prompt_embeds: Tensor | None = None,
+        prompt_mask: Tensor | None = None,
+    ) -> RolloutOutput:
+        """The next `num_chunks` chunks of a clip at once; arguments and errors as `stream`."""
+        chunks = self.stream(first_frames, num_chunks, num_inference_steps, generator, prompt_embeds, prompt_mask)
+        return RolloutOutput(torch.cat(list(self.progress_bar(chunks, total=num_chunks)), dim=2))
+
+    def stream(
+        self,
+        first_frames: Tensor,
+        num_chunks: int | None = None,
+        num_inference_steps: int = 20,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        prompt_embeds: Tensor | None = None,
+        prompt_mask: Tensor | None = None,
+    ) -> Iterator[Tensor]:
+        """The chunks (B, C, chunk_frames, h, w) that follow the first frames, each as soon as it is clean.
+
+        Args:
+            first_frames: (B, C, T, h, w) clean latents, T a whole number of chunks.
+            num_chunks: how many; None goes on without end.
+            num_inference_steps: steps of the scheduler a chunk.
+            generator: draws each chunk's noise when its turn comes, so that the first chunks of a long rollout are
+                those of a short one.
+            prompt_embeds: (B, L, E) text for a model with cross-attention.
+            prompt_mask: (B, L), True where the text is no padding.
+
+        Raises:
+            ValueError: first frames that are not a whole number of chunks.
+        """
+        chunk_frames = self.transformer.config.chunk_frames
+        if first_frames.dim() != 5 or first_frames.shape[2] == 0 or first_frames.shape[2] % chunk_frames:
+            raise ValueError(
+                f"first_frames must be (B, C, T, h, w) with T a multiple of chunk_frames {chunk_frames}, "
+                f"got {tuple(first_frames.shape)}"
+            )
+        text = {"encoder_hidden_states": prompt_embeds, "encoder_attention_mask": prompt_mask}
+        clean = first_frames.to(self._execution_device, torch.promote_types(first_frames.dtype, torch.float32))
+        return self._chunks(clean, num_chunks, num_inference_steps, generator, text)
+
+    @torch.no_grad()
+    def _chunks(
+        self,
+        clean: Tensor,
+        num_chunks: int | None,
+        num_inference_steps: int,
+        generator: torch.Generator | list[torch.Generator] | None,
+        text: dict[str, Any],
+    ) -> Iterator[Tensor]:
+        chunk_frames = self.transformer.config.chunk_frames
+        shape = (*clean.shape[:2], chunk_frames, *clean.shape[3:])
+        state = None
+        for _ in count() if num_chunks is None else range(num_chunks):
+            state = self._predict(clean, clean.new_zeros(()), text, state=state, output_state=True).state
+            noise = randn_tensor(shape, generator=generator, device=clean.device, dtype=clean.dtype)
+            clean = self._denoise(noise, num_inference_steps, text, state)
+            yield clean
+
+    def _denoise(self, x: Tensor, num_inference_steps: int, text: dict[str, Any], state: Any) -> Tensor:
+        self.scheduler.set_timesteps(num_inference_steps, device=x.device)
+        self.scheduler.set_begin_index(0)  # else it looks the index up, which waits for the device
+        for t in self.scheduler.timesteps:
+            prediction = self._predict(x, t, text, state=state).sample.to(x.dtype)
+            if self.config.prediction_type == "sample":
+                prediction = (x - prediction) / (t / self.scheduler.config.num_train_timesteps)
+            x = self.scheduler.step(prediction, t, x, return_dict=False)[0]
+        return x
+
+    def _predict(self, x: Tensor, t: Tensor, text: dict[str, Any], **state: Any) -> Any:
+        timestep = t.expand(x.shape[0], x.shape[2])
+        return self.transformer(x.to(self.transformer.dtype), timestep, **text, **state)
