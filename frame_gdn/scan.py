@@ -6,6 +6,7 @@ Two functions stand here, and share the exchange: `gdn_scan` from tokens to outp
 
 import importlib
 import importlib.util
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -22,8 +23,8 @@ from .torch_kernels import Edges, Inputs, States, Transitions, accumulation_dtyp
 BACKENDS = ("torch", "triton", "auto")
 
 
-def pick_backend(name: str, like: Tensor) -> ModuleType:
-    """The module of local steps for tensors like `like`. "auto" is triton on a GPU below float64, else torch.
+def pick_backend(name: str, like: Tensor, precision: str = "default") -> Any:
+    """The local steps for tensors like `like`: the module `torch_kernels`, or the object that offers the same on Triton. "auto" is triton on a GPU below float64, else torch.
 
     Raises ValueError for an unknown name, and where triton is asked for but cannot serve.
     """
@@ -36,9 +37,10 @@ def pick_backend(name: str, like: Tensor) -> ModuleType:
             return torch_kernels
         raise ValueError("backend 'triton' was asked for, but triton is not installed")
     kernels = importlib.import_module("frame_gdn.triton_kernels")
-    if name == "triton":
+    if name == "triton" or kernels.supports(like):
         kernels.check_supported(like)
-    return kernels
+        return kernels.TritonSteps(exact=precision == "exact")
+    return torch_kernels
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class _GDNScan(torch.autograd.Function):
         options: GDNOptions = ctx.options
         steps, group = options.backend, options.group
         saved = ctx.saved_tensors
-        x, states, entering, kept = Inputs(*saved[:8]), States(*saved[8:12]), Edges(*saved[12:16]), list(saved[16:])
+        x, states, entering, kept = Inputs(*saved[:10]), States(*saved[10:14]), Edges(*saved[14:18]), list(saved[18:])
         with torch.autocast(x.q.device.type, enabled=False):
             tr = steps.transitions(x, options.normalize)
             dq, dq_rot, dX, dx = steps.project_backward(dout, x, states, options.eps)
@@ -109,7 +111,7 @@ class _GDNScan(torch.autograd.Function):
             None,
             dS0 if needs[1] else None,
             dz0 if needs[2] else None,
-            *(dq, dk, dv, dbeta, ddecay, dq_rot, dk_rot, None),
+            *(dq, dk, dv, dbeta, ddecay, dq_rot, dk_rot, None, None, None),
         )
 
 
@@ -144,7 +146,7 @@ def _exchange(
 ) -> tuple[Edges, list[Tensor], list[Tensor]]:
     """Forward: the states that enter this shard on both sides, the clip's final state, the transitions to keep."""
     assert options.group is not None
-    transitions = [steps.product(W) for W in (tr.W, tr.W_z) if W is not None]
+    transitions = steps.shard_transitions(tr)
     came = parallel.exchange(
         transitions,
         _rows((leaving.S, leaving.z)),
@@ -164,7 +166,7 @@ def _exchange_adjoint(
 ) -> Edges:
     """Backward: the adjoints of S, z come from later ranks, those of R, y from earlier ones; Wᵀ in place of W."""
     assert options.group is not None
-    transitions = kept or [steps.product(W) for W in (tr.W, tr.W_z) if W is not None]
+    transitions = kept or steps.shard_transitions(tr)
     gave_final = options.output_final_state
     came = parallel.exchange(
         transitions,

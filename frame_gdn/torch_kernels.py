@@ -17,7 +17,8 @@ from torch import Tensor
 
 
 class Inputs(NamedTuple):
-    """One shard's tokens and gates. q_rot and k_rot are what the numerator uses; None means the plain ones."""
+    """One shard's tokens and gates. q_rot and k_rot are what the numerator uses; None means the plain ones, turned by
+    the rotary tables cos and sin (N, D / 2) where those are given."""
 
     q: Tensor
     k: Tensor
@@ -27,6 +28,8 @@ class Inputs(NamedTuple):
     q_rot: Tensor | None
     k_rot: Tensor | None
     mask: Tensor | None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
 
 
 class Transitions(NamedTuple):
@@ -284,6 +287,11 @@ def product(A: Tensor) -> Tensor:
         pairs = A[..., 0:even:2, :, :] @ A[..., 1:even:2, :, :]
         A = torch.cat([pairs, A[..., even:, :, :]], -3)
     return A.squeeze(-3)
+
+
+def shard_transitions(tr: Transitions) -> list[Tensor]:
+    """The transition of the whole shard, of the numerator and, with a denominator, of it: (B, H, D, D) each."""
+    return [product(W) for W in (tr.W, tr.W_z) if W is not None]
 
 
 # --- projection -------------------------------------------------------------------------------------------------

@@ -1,0 +1,1054 @@
+"""The Triton backend: the local steps of the frame scan as fused kernels, forward and backward.
+
+Offers the functions of `torch_kernels` for bfloat16, float16 and float32 tokens of D <= 256 on a GPU (or in Triton's
+interpreter). A step is one launch, and no step waits for the device:
+
+- `transitions` reads k and v once and writes each frame's A, U and A°, u°;
+- `scan_states` runs both directions of both states at once, one program a block of state rows, since rows are independent;
+- `project` adds the two directions and multiplies each frame's queries once;
+- the backward is the same three with time turned round; what the forward built is built again.
+
+Layouts, R = D + 1 rows of which the last is the denominator's (R = D without one):
+    A     (1 or 2, B, H, T, D, D)   W = g (I - A); the second for the denominator, absent where its keys are the same
+    gate  (B, H, T)                 g, or 1 in a padded frame
+    U, states, adjoints (B, H, T, R, D)
+A is kept in place of W because a state then meets only a correction in tensor-core precision: S W = g (S - S A) carries S
+itself in float32.
+
+Precision. bfloat16 and float16 tokens: products of tokens in their own dtype or in float16 scaled by powers of two, products of
+states in TF32 rounded to nearest, sums in float32. float32 tokens, and every dtype with precision="exact": three TF32
+products for one, which keeps float32's accuracy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from . import torch_kernels
+from .torch_kernels import Edges, Inputs, States
+
+# --- shared pieces ----------------------------------------------------------------------------------------------
+
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def _dot16(a, b, acc):
+    """a b + acc of 16-bit operands; widened in the interpreter, which takes bfloat16's bits for integers."""
+    if _INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
+def _load_tokens(ptr, n, live, stride_n, d, D: tl.constexpr):
+    """A (tokens, channels) tile, zero beyond the frame's tokens and beyond D."""
+    return tl.load(ptr + n[:, None] * stride_n + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_tables(cos, sin, n, live, BLOCK: tl.constexpr, BD: tl.constexpr, D: tl.constexpr):
+    """The rotary tables (tokens, BD / 2) of channel block BLOCK."""
+    d = BLOCK * (BD // 2) + tl.arange(0, BD // 2)
+    offs = n[:, None] * (D // 2) + d[None, :]
+    keep = live[:, None] & (d < D // 2)[None, :]
+    return tl.load(cos + offs, mask=keep, other=0.0), tl.load(sin + offs, mask=keep, other=0.0)
+
+
+@triton.jit
+def _rotate(x, cos, sin, BN: tl.constexpr, BD: tl.constexpr):
+    """Interleaved pairs (2i, 2i + 1) as complex numbers times cos + i sin, in float32."""
+    even, odd = tl.split(tl.reshape(x, (BN, BD // 2, 2)))
+    return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (BN, BD))
+
+
+@triton.jit
+def _round_tf32(x):
+    """To the nearest TF32, where the tensor core would cut off and lean every product towards zero."""
+    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _power_of_two(size):
+    """2^e <= size < 2^(e+1) and 2^-e, kept away from both ends of float32's range."""
+    bits = size.to(tl.int32, bitcast=True) & 0x7F800000
+    bits = tl.minimum(tl.maximum(bits, 1 << 23), 253 << 23)
+    return bits.to(tl.float32, bitcast=True), ((254 << 23) - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scaled_rows(x, EXACT: tl.constexpr):
+    """x as a product's operand and the factor of each row: float16 of x / 2^e, or x itself."""
+    if EXACT:
+        return x, tl.full([x.shape[0]], 1.0, tl.float32)
+    scale, inverse = _power_of_two(tl.max(tl.abs(x), 1))
+    return (x * inverse[:, None]).to(tl.float16), scale
+
+
+@triton.jit
+def _scaled(x, EXACT: tl.constexpr):
+    """x as a product's operand and the factor of the whole tile: float16 of x / 2^e, or x itself."""
+    if EXACT:
+        return x, 1.0
+    scale, inverse = _power_of_two(tl.max(tl.max(tl.abs(x), 1), 0))
+    return (x * inverse).to(tl.float16), scale
+
+
+@triton.jit
+def _key_operand(raw, key, ROTARY: tl.constexpr, EXACT: tl.constexpr):
+    """Keys as a product's operand: as loaded where nothing was done to them, so that no copy is made."""
+    if EXACT:
+        return key
+    elif ROTARY == "tables":
+        return key.to(raw.dtype)
+    else:
+        return raw
+
+
+# --- transitions ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _transitions_kernel(
+    k_ptr, kr_ptr, v_ptr, beta_ptr, decay_ptr, mask_ptr, cos_ptr, sin_ptr, A_ptr, U_ptr, gate_ptr,
+    k_b, k_n, k_h, kr_b, kr_n, kr_h, v_b, v_n, v_h, beta_b, beta_n, beta_h, decay_b, decay_t, decay_h,
+    H, T, S, A_kind,
+    D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
+    ROTARY: tl.constexpr, MASK: tl.constexpr, SEPARATE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One block of one frame's A and U (kind 0), or of A and u of the denominator where its keys differ (kind 1)."""
+    pid = tl.program_id(0)
+    PARTS: tl.constexpr = NB * NB * (2 if SEPARATE else 1)
+    part = pid % PARTS
+    h = (pid // PARTS) % H
+    t = (pid // (PARTS * H)) % T
+    b = (pid // (PARTS * H * T)).to(tl.int64)
+    kind = part // (NB * NB)
+    i, j = (part // NB) % NB, part % NB
+    frame = (b * H + h) * T + t
+    token = t.to(tl.int64) * S
+
+    active = True
+    if MASK:
+        active = tl.load(mask_ptr + b * T + t) != 0
+    if part == 0:
+        gate = tl.load(decay_ptr + b * decay_b + t * decay_t + h * decay_h).to(tl.float32)
+        tl.store(gate_ptr + frame, tl.where(active, gate, 1.0))
+
+    EXACT: tl.constexpr = PRECISION != "tf32"
+    beta_ptr += b * beta_b + token * beta_n + h * beta_h
+    cos_ptr += token * (D // 2)
+    sin_ptr += token * (D // 2)
+    live_tokens = tl.where(active, S, 0)  # a padded frame is never read
+    offs_i = i * BD + tl.arange(0, BD)
+    offs_j = j * BD + tl.arange(0, BD)
+    inside = (offs_i < D)[:, None] & (offs_j < D)[None, :]
+    A_tile = A_ptr + kind * A_kind + frame * D * D + offs_i[:, None] * D + offs_j[None, :]
+    U_frame = U_ptr + frame * R * D
+    a = tl.zeros((BD, BD), dtype=tl.float32)
+    if kind == 0:
+        if ROTARY == "given":
+            k_ptr = kr_ptr
+            k_b, k_n, k_h = kr_b, kr_n, kr_h
+        k_ptr += b * k_b + token * k_n + h * k_h
+        v_ptr += b * v_b + token * v_n + h * v_h
+        u = tl.zeros((BD, BD), dtype=tl.float32)
+        total = tl.zeros((BD,), dtype=tl.float32)
+        for n0 in tl.range(0, live_tokens, BN, num_stages=STAGES):
+            n = n0 + tl.arange(0, BN)
+            live = n < live_tokens
+            beta = tl.load(beta_ptr + n * beta_n, mask=live, other=0.0).to(tl.float32)
+            v = _load_tokens(v_ptr, n, live, v_n, offs_i, D)
+            kj = _load_tokens(k_ptr, n, live, k_n, offs_j, D)
+            key = kj.to(tl.float32)
+            if ROTARY == "tables":
+                cos, sin = _load_tables(cos_ptr, sin_ptr, n, live, j, BD, D)
+                key = _rotate(key, cos, sin, BN, BD)
+            written = key * beta[:, None]
+            if NB == 1:
+                ki = _key_operand(kj, key, ROTARY, EXACT)
+            else:
+                ki = _load_tokens(k_ptr, n, live, k_n, offs_i, D)
+                key = ki.to(tl.float32)
+                if ROTARY == "tables":
+                    cos, sin = _load_tables(cos_ptr, sin_ptr, n, live, i, BD, D)
+                    key = _rotate(key, cos, sin, BN, BD)
+                ki = _key_operand(ki, key, ROTARY, EXACT)
+            if not SEPARATE and R > D:
+                total += tl.sum(written, 0)
+            if EXACT:
+                u = tl.dot(tl.trans(v.to(tl.float32)), written, u, input_precision=PRECISION)
+                a = tl.dot(tl.trans(ki), written, a, input_precision=PRECISION)
+            else:
+                u = _dot16(tl.trans(v), written.to(v.dtype), u)
+                a = _dot16(tl.trans(ki), written.to(ki.dtype), a)
+        tl.store(U_frame + offs_i[:, None] * D + offs_j[None, :], u, mask=inside)
+        if not SEPARATE and R > D:
+            if i == 0:
+                tl.store(U_frame + D * D + offs_j, total, mask=offs_j < D)
+    else:
+        k_ptr += b * k_b + token * k_n + h * k_h
+        total = tl.zeros((BD,), dtype=tl.float32)
+        for n0 in tl.range(0, live_tokens, BN, num_stages=STAGES):
+            n = n0 + tl.arange(0, BN)
+            live = n < live_tokens
+            beta = tl.load(beta_ptr + n * beta_n, mask=live, other=0.0).to(tl.float32)
+            kj = _load_tokens(k_ptr, n, live, k_n, offs_j, D)
+            ki = kj
+            if NB > 1:
+                ki = _load_tokens(k_ptr, n, live, k_n, offs_i, D)
+            written = kj.to(tl.float32) * beta[:, None]
+            total += tl.sum(written, 0)
+            if EXACT:
+                a = tl.dot(tl.trans(ki.to(tl.float32)), written, a, input_precision=PRECISION)
+            else:
+                a = _dot16(tl.trans(ki), written.to(ki.dtype), a)
+        if i == 0:
+            tl.store(U_frame + D * D + offs_j, total, mask=offs_j < D)
+    if not EXACT:
+        a = _round_tf32(a)
+    tl.store(A_tile, a, mask=inside)
+
+
+# --- scans ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_square(ptr, row, col, stride_k, stride_n, D: tl.constexpr, BD: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Block (row, col) of a (D, D) matrix as the right operand; TRANSPOSED where memory runs along its rows' index k."""
+    offs = tl.arange(0, BD)
+    k, n = row * BD + offs, col * BD + offs
+    if TRANSPOSED:
+        tile = tl.load(ptr + n[:, None] * stride_n + k[None, :], mask=(n < D)[:, None] & (k < D)[None, :], other=0.0)
+        return tl.trans(tile)
+    else:
+        return tl.load(
+            ptr + k[:, None] * stride_k + n[None, :] * stride_n, mask=(k < D)[:, None] & (n < D)[None, :], other=0.0
+        )
+
+
+@triton.jit
+def _scan_kernel(
+    A_ptr, U_ptr, gate_ptr, in0_ptr, in1_ptr, states0_ptr, states1_ptr, out0_ptr, out1_ptr,
+    T, A_kind, A_seq, A_frame, A_k, A_n, first_end, period,
+    R, D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr,
+    GATED: tl.constexpr, TRANSPOSED: tl.constexpr, ADJOINT: tl.constexpr, HAS_U: tl.constexpr,
+    HAS_IN0: tl.constexpr, HAS_IN1: tl.constexpr, HAS_STATES: tl.constexpr, HAS_OUT: tl.constexpr, CUT: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A block of rows of one sequence through all its frames, in one of two directions.
+
+    Direction 0 is inclusive: S_t = S_{t-1} W_t + U_t upwards, or with ADJOINT G_t = U_t + G_{t+1} W_{t+1} downwards.
+    Direction 1 is exclusive: R_t = R_{t+1} W_t + U_t downwards, or with ADJOINT F_{t+1} = U_t + F_t W_t upwards; what
+    is kept of frame t is the state it meets, and a chunk's end cuts. Rows from D on take the second A.
+    """
+    row_block, sequence, direction = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    blocks: tl.constexpr = (D + BR - 1) // BR
+    second = row_block >= blocks
+    rows = tl.where(second, D + (row_block - blocks) * BR, row_block * BR) + tl.arange(0, BR)
+    row_live = rows < tl.where(second, R, tl.minimum(R, D))
+    A_ptr += tl.where(second, 1, 0) * A_kind + sequence * A_seq
+    gate_ptr += sequence * T
+    cols = tl.arange(0, BD)
+    edge = sequence * R * D + rows[:, None] * D + cols[None, :]
+    tile = rows[:, None] * D + cols[None, :]
+    keep0 = row_live[:, None] & (cols < D)[None, :]
+    keep1 = row_live[:, None] & (cols + BD < D)[None, :]
+
+    states_ptr, in_ptr, out_ptr = states0_ptr, in0_ptr, out0_ptr
+    if direction == 1:
+        states_ptr, in_ptr, out_ptr = states1_ptr, in1_ptr, out1_ptr
+    has_in = (HAS_IN0 and direction == 0) or (HAS_IN1 and direction == 1)
+    s0 = tl.load(in_ptr + edge, mask=keep0 & has_in, other=0.0)
+    s1 = s0
+    if NB == 2:
+        s1 = tl.load(in_ptr + edge + BD, mask=keep1 & has_in, other=0.0)
+
+    down = (direction == 1) != ADJOINT
+    step = tl.where(down, -1, 1)
+    t = tl.where(down, T - 1, 0)
+    add_first = ADJOINT and direction == 0
+    if direction == 1:
+        if CUT and not ADJOINT:
+            if t % period == first_end:
+                s0 = tl.zeros_like(s0)
+                s1 = tl.zeros_like(s1)
+        if HAS_STATES:
+            slot = states_ptr + (sequence * T + t) * R * D + tile
+            tl.store(slot, s0, mask=keep0)
+            if NB == 2:
+                tl.store(slot + BD, s1, mask=keep1)
+
+    for _ in tl.range(0, T, num_stages=STAGES):
+        A_frame_ptr = A_ptr + t.to(tl.int64) * A_frame
+        a00 = _load_square(A_frame_ptr, 0, 0, A_k, A_n, D, BD, TRANSPOSED)
+        u0 = tl.zeros((BR, BD), dtype=tl.float32)
+        u1 = u0
+        if HAS_U:
+            U_tile = U_ptr + (sequence * T + t) * R * D + tile
+            u0 = tl.load(U_tile, mask=keep0, other=0.0)
+            if NB == 2:
+                u1 = tl.load(U_tile + BD, mask=keep1, other=0.0)
+        if ADJOINT:
+            s0 = tl.where(add_first, s0 + u0, s0)
+            s1 = tl.where(add_first, s1 + u1, s1)
+        x0, x1 = s0, s1
+        if PRECISION == "tf32":
+            x0, x1 = _round_tf32(s0), _round_tf32(s1)
+        p0 = tl.dot(x0, a00, input_precision=PRECISION)
+        p1 = p0
+        if NB == 2:
+            p0 = tl.dot(x1, _load_square(A_frame_ptr, 1, 0, A_k, A_n, D, BD, TRANSPOSED), p0, input_precision=PRECISION)
+            p1 = tl.dot(x0, _load_square(A_frame_ptr, 0, 1, A_k, A_n, D, BD, TRANSPOSED), input_precision=PRECISION)
+            p1 = tl.dot(x1, _load_square(A_frame_ptr, 1, 1, A_k, A_n, D, BD, TRANSPOSED), p1, input_precision=PRECISION)
+        if GATED:
+            gate = tl.load(gate_ptr + t)
+            p0 = gate * (s0 - p0)
+            p1 = gate * (s1 - p1)
+        kept0, kept1 = s0, s1
+        s0, s1 = p0, p1
+        if not ADJOINT:
+            s0, s1 = p0 + u0, p1 + u1
+            kept0, kept1 = s0, s1
+        else:
+            s0 = tl.where(add_first, p0, p0 + u0)
+            s1 = tl.where(add_first, p1, p1 + u1)
+        slot_t = tl.where(direction == 1, t + step, t)
+        if CUT:
+            if direction == 1:
+                end = t if ADJOINT else slot_t
+                if (end >= 0) & (end % period == first_end):
+                    s0 = tl.zeros_like(s0)
+                    s1 = tl.zeros_like(s1)
+        if HAS_STATES:
+            if not add_first:
+                kept0, kept1 = s0, s1
+            inside = (slot_t >= 0) & (slot_t < T)
+            slot = states_ptr + (sequence * T + slot_t) * R * D + tile
+            tl.store(slot, kept0, mask=keep0 & inside)
+            if NB == 2:
+                tl.store(slot + BD, kept1, mask=keep1 & inside)
+        t += step
+
+    if HAS_OUT:
+        tl.store(out_ptr + edge, s0, mask=keep0)
+        if NB == 2:
+            tl.store(out_ptr + edge + BD, s1, mask=keep1)
+
+
+# --- projection -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_met(S_ptr, R_ptr, offs, keep, REVERSE: tl.constexpr):
+    """What a frame's queries meet: the forward state plus the reverse one."""
+    x = tl.load(S_ptr + offs, mask=keep, other=0.0)
+    if REVERSE:
+        x += tl.load(R_ptr + offs, mask=keep, other=0.0)
+    return x
+
+
+@triton.jit
+def _project_kernel(
+    q_ptr, qr_ptr, mask_ptr, cos_ptr, sin_ptr, S_ptr, R_ptr, out_ptr, eps,
+    q_b, q_n, q_h, qr_b, qr_n, qr_h, out_b, out_n, out_h,
+    H, T, S, per_program,
+    D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
+    ROTARY: tl.constexpr, MASK: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One block of value channels of one frame's tokens (or of a share of them): (S + R) q~ / ((z + y)ᵀ q + eps)."""
+    pid, share = tl.program_id(0), tl.program_id(1)
+    i = pid % NB
+    h = (pid // NB) % H
+    t = (pid // (NB * H)) % T
+    b = (pid // (NB * H * T)).to(tl.int64)
+    frame = (b * H + h) * T + t
+    token = t.to(tl.int64) * S
+    EXACT: tl.constexpr = PRECISION != "tf32"
+    NORMALIZE: tl.constexpr = R > D
+
+    active = True
+    if MASK:
+        active = tl.load(mask_ptr + b * T + t) != 0
+    q_ptr += b * q_b + token * q_n + h * q_h
+    qr_ptr += b * qr_b + token * qr_n + h * qr_h
+    out_ptr += b * out_b + token * out_n + h * out_h
+    cos_ptr += token * (D // 2)
+    sin_ptr += token * (D // 2)
+
+    d0 = tl.arange(0, BD)
+    d1 = BD + d0
+    v = i * BD + d0
+    offs = frame * R * D + v[:, None] * D + d0[None, :]
+    x0, size0 = _scaled(_load_met(S_ptr, R_ptr, offs, (v < D)[:, None] & (d0 < D)[None, :], REVERSE), EXACT)
+    if NB == 2:
+        x1, size1 = _scaled(_load_met(S_ptr, R_ptr, offs + BD, (v < D)[:, None] & (d1 < D)[None, :], REVERSE), EXACT)
+    if NORMALIZE:
+        z0 = _load_met(S_ptr, R_ptr, frame * R * D + D * D + d0, d0 < D, REVERSE)
+        if NB == 2:
+            z1 = _load_met(S_ptr, R_ptr, frame * R * D + D * D + d1, d1 < D, REVERSE)
+
+    last = tl.minimum(S, (share + 1) * per_program)
+    for n0 in tl.range(share * per_program, last, BN, num_stages=STAGES):
+        n = n0 + tl.arange(0, BN)
+        live = n < last
+        read = live & active
+        scale = tl.full((BN,), 1.0, tl.float32)
+        q0 = _load_tokens(q_ptr, n, read, q_n, d0, D).to(tl.float32)
+        if NB == 2:
+            q1 = _load_tokens(q_ptr, n, read, q_n, d1, D).to(tl.float32)
+        if NORMALIZE:
+            den = tl.sum(q0 * z0[None, :], 1)
+            if NB == 2:
+                den += tl.sum(q1 * z1[None, :], 1)
+            scale = 1.0 / (den + eps)
+        if ROTARY == "given":
+            q0 = _load_tokens(qr_ptr, n, read, qr_n, d0, D).to(tl.float32)
+            if NB == 2:
+                q1 = _load_tokens(qr_ptr, n, read, qr_n, d1, D).to(tl.float32)
+        if ROTARY == "tables":
+            cos, sin = _load_tables(cos_ptr, sin_ptr, n, read, 0, BD, D)
+            q0 = _rotate(q0, cos, sin, BN, BD)
+            if NB == 2:
+                cos, sin = _load_tables(cos_ptr, sin_ptr, n, read, 1, BD, D)
+                q1 = _rotate(q1, cos, sin, BN, BD)
+        operand, row_size = _scaled_rows(q0, EXACT)
+        out = tl.dot(operand, tl.trans(x0), input_precision=PRECISION) * (row_size * scale * size0)[:, None]
+        if NB == 2:
+            operand, row_size = _scaled_rows(q1, EXACT)
+            out += tl.dot(operand, tl.trans(x1), input_precision=PRECISION) * (row_size * scale * size1)[:, None]
+        out = tl.where(active, out, 0.0)
+        tl.store(
+            out_ptr + n[:, None] * out_n + v[None, :],
+            out.to(out_ptr.dtype.element_ty),
+            mask=live[:, None] & (v < D)[None, :],
+        )
+
+
+@triton.jit
+def _project_backward_kernel(
+    dout_ptr, q_ptr, qr_ptr, mask_ptr, cos_ptr, sin_ptr, S_ptr, R_ptr, dq_ptr, dqr_ptr, dX_ptr, eps,
+    dout_b, dout_n, dout_h, q_b, q_n, q_h, qr_b, qr_n, qr_h, dq_b, dq_n, dq_h,
+    H, T, S,
+    D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+    ROTARY: tl.constexpr, MASK: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One frame: dq, dq~ and the gradient of the summed states, its last row that of z + y."""
+    pid = tl.program_id(0)
+    h = pid % H
+    t = (pid // H) % T
+    b = (pid // (H * T)).to(tl.int64)
+    frame = (b * H + h) * T + t
+    token = t.to(tl.int64) * S
+    EXACT: tl.constexpr = PRECISION != "tf32"
+    NORMALIZE: tl.constexpr = R > D
+
+    active = True
+    if MASK:
+        active = tl.load(mask_ptr + b * T + t) != 0
+    q_ptr += b * q_b + token * q_n + h * q_h
+    qr_ptr += b * qr_b + token * qr_n + h * qr_h
+    dout_ptr += b * dout_b + token * dout_n + h * dout_h
+    dq_ptr += b * dq_b + token * dq_n + h * dq_h
+    dqr_ptr += b * dq_b + token * dq_n + h * dq_h
+    cos_ptr += token * (D // 2)
+    sin_ptr += token * (D // 2)
+
+    d = tl.arange(0, BD)
+    square = d[:, None] * D + d[None, :]
+    keep = (d < D)[:, None] & (d < D)[None, :]
+    x, size = _scaled(_load_met(S_ptr, R_ptr, frame * R * D + square, keep, REVERSE), EXACT)
+    if NORMALIZE:
+        z = _load_met(S_ptr, R_ptr, frame * R * D + D * D + d, d < D, REVERSE)
+    dX = tl.zeros((BD, BD), dtype=tl.float32)
+    dz = tl.zeros((BD,), dtype=tl.float32)
+
+    for n0 in tl.range(0, S, BN, num_stages=STAGES):
+        n = n0 + tl.arange(0, BN)
+        live = n < S
+        read = live & active
+        q = _load_tokens(q_ptr, n, read, q_n, d, D).to(tl.float32)
+        dnum = _load_tokens(dout_ptr, n, read, dout_n, d, D).to(tl.float32)
+        rotated = q
+        if ROTARY == "given":
+            rotated = _load_tokens(qr_ptr, n, read, qr_n, d, D).to(tl.float32)
+        if ROTARY == "tables":
+            cos, sin = _load_tables(cos_ptr, sin_ptr, n, read, 0, BD, D)
+            rotated = _rotate(q, cos, sin, BN, BD)
+        if NORMALIZE:
+            scale = tl.where(read, 1.0 / (tl.sum(q * z[None, :], 1) + eps), 0.0)
+            dnum *= scale[:, None]
+        rows, row_size = _scaled_rows(dnum, EXACT)
+        dq_rot = tl.dot(rows, x, input_precision=PRECISION) * (row_size * size)[:, None]
+        dq = tl.zeros((BN, BD), dtype=tl.float32)
+        if NORMALIZE:
+            # num . dnum without num: q~ . (Xᵀ dnum), and the second factor is dq~.
+            dden = -tl.sum(dq_rot * rotated, 1) * scale
+            dz += tl.sum(q * dden[:, None], 0)
+            dq = dden[:, None] * z[None, :]
+        if EXACT or q_ptr.dtype.element_ty == tl.float16:
+            dX = tl.dot(tl.trans(dnum), rotated, dX, input_precision="tf32x3")
+        else:
+            dX = _dot16(tl.trans(dnum.to(tl.bfloat16)), rotated.to(tl.bfloat16), dX)
+        out = n[:, None] * dq_n + d[None, :]
+        out_keep = live[:, None] & (d < D)[None, :]
+        if ROTARY == "given":
+            tl.store(dqr_ptr + out, dq_rot.to(dqr_ptr.dtype.element_ty), mask=out_keep)
+        elif ROTARY == "tables":
+            dq += _rotate(dq_rot, cos, -sin, BN, BD)
+        else:
+            dq += dq_rot
+        tl.store(dq_ptr + out, dq.to(dq_ptr.dtype.element_ty), mask=out_keep)
+
+    tl.store(dX_ptr + frame * R * D + square, dX, mask=keep)
+    if NORMALIZE:
+        tl.store(dX_ptr + frame * R * D + D * D + d, dz, mask=d < D)
+
+
+# --- gradients of the transitions -------------------------------------------------------------------------------
+
+
+@triton.jit
+def _state_gradient_kernel(
+    S_ptr, R_ptr, entering_ptr, G_ptr, F_ptr, P_ptr, ddecay_ptr, T,
+    D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr,
+    ENTERING: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """P = dW + dWᵀ with dW = S_{t-1}ᵀ G_t + R_{t+1}ᵀ F_t, and the part of the decay's gradient that no token enters."""
+    sequence = tl.program_id(0).to(tl.int64)
+    t = tl.program_id(1)
+    frame = sequence * T + t
+    EXACT: tl.constexpr = PRECISION != "tf32"
+    d = tl.arange(0, BD)
+    square = d[:, None] * D + d[None, :]
+    keep = (d < D)[:, None] & (d < D)[None, :]
+
+    before_ptr = S_ptr + (frame - 1) * R * D
+    if ENTERING:
+        before_ptr = tl.where(t > 0, before_ptr, entering_ptr + sequence * R * D)
+    exists = ENTERING | (t > 0)
+    before, before_size = _scaled(tl.load(before_ptr + square, mask=keep & exists, other=0.0), EXACT)
+    g, g_size = _scaled(tl.load(G_ptr + frame * R * D + square, mask=keep, other=0.0), EXACT)
+    dW = tl.dot(tl.trans(before), g, input_precision=PRECISION) * (before_size * g_size)
+    if REVERSE:
+        after, after_size = _scaled(tl.load(R_ptr + frame * R * D + square, mask=keep, other=0.0), EXACT)
+        f, f_size = _scaled(tl.load(F_ptr + frame * R * D + square, mask=keep, other=0.0), EXACT)
+        dW += tl.dot(tl.trans(after), f, input_precision=PRECISION) * (after_size * f_size)
+    trace = tl.sum(tl.sum(tl.where(d[:, None] == d[None, :], dW, 0.0), 1), 0)
+    if R > D:
+        z = tl.load(before_ptr + D * D + d, mask=(d < D) & exists, other=0.0)
+        trace += tl.sum(z * tl.load(G_ptr + frame * R * D + D * D + d, mask=d < D, other=0.0), 0)
+        if REVERSE:
+            y = tl.load(R_ptr + frame * R * D + D * D + d, mask=d < D, other=0.0)
+            trace += tl.sum(y * tl.load(F_ptr + frame * R * D + D * D + d, mask=d < D, other=0.0), 0)
+    tl.store(P_ptr + frame * D * D + square, dW + tl.trans(dW), mask=keep)
+    tl.store(ddecay_ptr + frame, trace)
+
+
+@triton.jit
+def _transitions_backward_kernel(
+    k_ptr, kr_ptr, v_ptr, beta_ptr, gate_ptr, mask_ptr, cos_ptr, sin_ptr,
+    S_ptr, R_ptr, entering_ptr, G_ptr, F_ptr, P_ptr, trace_ptr,
+    dk_ptr, dkr_ptr, dv_ptr, dbeta_ptr, ddecay_ptr,
+    k_b, k_n, k_h, kr_b, kr_n, kr_h, v_b, v_n, v_h, beta_b, beta_n, beta_h, dk_b, dk_n, dk_h, dbeta_b, dbeta_n, dbeta_h,
+    H, T, S,
+    D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+    ROTARY: tl.constexpr, MASK: tl.constexpr, ENTERING: tl.constexpr, REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One frame: from P = dW + dWᵀ and dU = G + F to dk, dk~, dv, dbeta and ddecay."""
+    pid = tl.program_id(0)
+    h = pid % H
+    t = (pid // H) % T
+    b = (pid // (H * T)).to(tl.int64)
+    sequence = b * H + h
+    frame = sequence * T + t
+    token = t.to(tl.int64) * S
+    EXACT: tl.constexpr = PRECISION != "tf32"
+    NORMALIZE: tl.constexpr = R > D
+
+    active = True
+    if MASK:
+        active = tl.load(mask_ptr + b * T + t) != 0
+    k_ptr += b * k_b + token * k_n + h * k_h
+    kr_ptr += b * kr_b + token * kr_n + h * kr_h
+    v_ptr += b * v_b + token * v_n + h * v_h
+    beta_ptr += b * beta_b + token * beta_n + h * beta_h
+    dk_ptr += b * dk_b + token * dk_n + h * dk_h
+    dkr_ptr += b * dk_b + token * dk_n + h * dk_h
+    dv_ptr += b * dk_b + token * dk_n + h * dk_h
+    dbeta_ptr += b * dbeta_b + token * dbeta_n + h * dbeta_h
+    cos_ptr += token * (D // 2)
+    sin_ptr += token * (D // 2)
+
+    d = tl.arange(0, BD)
+    square = d[:, None] * D + d[None, :]
+    keep = (d < D)[:, None] & (d < D)[None, :]
+    gate = tl.load(gate_ptr + frame)
+    p, p_size = _scaled(tl.load(P_ptr + frame * D * D + square, mask=keep, other=0.0), EXACT)
+    du, du_size = _scaled(_load_met(G_ptr, F_ptr, frame * R * D + square, keep, REVERSE), EXACT)
+    if NORMALIZE:
+        row = frame * R * D + D * D + d
+        before_ptr = S_ptr + (frame - 1) * R * D
+        if ENTERING:
+            before_ptr = tl.where(t > 0, before_ptr, entering_ptr + sequence * R * D)
+        z = tl.load(before_ptr + D * D + d, mask=(d < D) & (ENTERING | (t > 0)), other=0.0)
+        gamma = tl.load(G_ptr + row, mask=d < D, other=0.0)
+        if REVERSE:
+            y = tl.load(R_ptr + row, mask=d < D, other=0.0)
+            phi = tl.load(F_ptr + row, mask=d < D, other=0.0)
+    quadratic = tl.zeros((BN,), dtype=tl.float32)
+
+    for n0 in tl.range(0, S, BN, num_stages=STAGES):
+        n = n0 + tl.arange(0, BN)
+        live = n < S
+        read = live & active
+        beta = tl.load(beta_ptr + n * beta_n, mask=read, other=0.0).to(tl.float32)
+        k = _load_tokens(k_ptr, n, read, k_n, d, D).to(tl.float32)
+        v = _load_tokens(v_ptr, n, read, v_n, d, D).to(tl.float32)
+        rotated = k
+        if ROTARY == "given":
+            rotated = _load_tokens(kr_ptr, n, read, kr_n, d, D).to(tl.float32)
+        if ROTARY == "tables":
+            cos, sin = _load_tables(cos_ptr, sin_ptr, n, read, 0, BD, D)
+            rotated = _rotate(k, cos, sin, BN, BD)
+        rows, k_size = _scaled_rows(rotated, EXACT)
+        k_dW = tl.dot(rows, p, input_precision=PRECISION) * (k_size * p_size)[:, None]
+        k_dU = tl.dot(rows, tl.trans(du), input_precision=PRECISION) * (k_size * du_size)[:, None]
+        rows, v_size = _scaled_rows(v, EXACT)
+        v_dU = tl.dot(rows, du, input_precision=PRECISION) * (v_size * du_size)[:, None]
+        k_dW_k = 0.5 * tl.sum(k_dW * rotated, 1)
+        dbeta = tl.sum(v_dU * rotated, 1) - gate * k_dW_k
+        quadratic += beta * k_dW_k
+        dk_rot = beta[:, None] * (v_dU - gate * k_dW)
+        dk = tl.zeros((BN, BD), dtype=tl.float32)
+        if NORMALIZE:
+            k_z, k_gamma = tl.sum(k * z[None, :], 1), tl.sum(k * gamma[None, :], 1)
+            crossed = k_z * k_gamma
+            dk = gamma[None, :] - gate * (gamma[None, :] * k_z[:, None] + z[None, :] * k_gamma[:, None])
+            dbeta += k_gamma
+            if REVERSE:
+                k_y, k_phi = tl.sum(k * y[None, :], 1), tl.sum(k * phi[None, :], 1)
+                crossed += k_y * k_phi
+                dk += phi[None, :] - gate * (phi[None, :] * k_y[:, None] + y[None, :] * k_phi[:, None])
+                dbeta += k_phi
+            dk *= beta[:, None]
+            dbeta -= gate * crossed
+            quadratic += beta * crossed
+        out = n[:, None] * dk_n + d[None, :]
+        out_keep = live[:, None] & (d < D)[None, :]
+        if ROTARY == "given":
+            tl.store(dkr_ptr + out, tl.where(active, dk_rot, 0.0).to(dkr_ptr.dtype.element_ty), mask=out_keep)
+        elif ROTARY == "tables":
+            dk += _rotate(dk_rot, cos, -sin, BN, BD)
+        else:
+            dk += dk_rot
+        tl.store(dk_ptr + out, tl.where(active, dk, 0.0).to(dk_ptr.dtype.element_ty), mask=out_keep)
+        tl.store(dv_ptr + out, (beta[:, None] * k_dU).to(dv_ptr.dtype.element_ty), mask=out_keep)
+        tl.store(dbeta_ptr + n * dbeta_n, tl.where(active, dbeta, 0.0).to(dbeta_ptr.dtype.element_ty), mask=live)
+
+    ddecay = tl.load(trace_ptr + frame) - tl.sum(quadratic, 0)
+    ddecay = tl.where(active, ddecay, 0.0)
+    tl.store(ddecay_ptr + (b * T + t) * H + h, ddecay.to(ddecay_ptr.dtype.element_ty))
+
+
+# --- launches ---------------------------------------------------------------------------------------------------
+
+
+class Transitions(NamedTuple):
+    """What `transitions` leaves for the scans: A, U and gate in this module's layouts, and the precision to go on with."""
+
+    A: Tensor
+    U: Tensor
+    gate: Tensor
+    precision: str
+
+
+#: Tiles by kernel, best first; a launch takes the first that its device has the shared memory for.
+_TILES: dict[Any, list[dict[str, int]]] = {
+    (_transitions_kernel, "tf32"): [
+        {"BN": 64, "STAGES": 3, "num_warps": 8},
+        {"BN": 32, "STAGES": 2, "num_warps": 8},
+        {"BN": 16, "STAGES": 1, "num_warps": 8},
+    ],
+    (_transitions_kernel, "tf32x3"): [
+        {"BN": 32, "STAGES": 2, "num_warps": 8},
+        {"BN": 16, "STAGES": 1, "num_warps": 8},
+    ],
+    (_scan_kernel, "tf32"): [
+        {"BR": 64, "STAGES": 3, "num_warps": 4},
+        {"BR": 64, "STAGES": 2, "num_warps": 4},
+        {"BR": 32, "STAGES": 1, "num_warps": 4},
+        {"BR": 16, "STAGES": 1, "num_warps": 4},
+    ],
+    (_scan_kernel, "tf32x3"): [
+        {"BR": 64, "STAGES": 2, "num_warps": 8},
+        {"BR": 32, "STAGES": 2, "num_warps": 4},
+        {"BR": 32, "STAGES": 1, "num_warps": 4},
+        {"BR": 16, "STAGES": 1, "num_warps": 4},
+    ],
+    (_project_kernel, "tf32"): [
+        {"BN": 64, "STAGES": 3, "num_warps": 4},
+        {"BN": 32, "STAGES": 2, "num_warps": 4},
+        {"BN": 16, "STAGES": 1, "num_warps": 4},
+    ],
+    (_project_kernel, "tf32x3"): [
+        {"BN": 32, "STAGES": 2, "num_warps": 4},
+        {"BN": 16, "STAGES": 1, "num_warps": 4},
+    ],
+    (_project_backward_kernel, "tf32"): [
+        {"BN": 64, "STAGES": 2, "num_warps": 8},
+        {"BN": 32, "STAGES": 2, "num_warps": 8},
+        {"BN": 16, "STAGES": 1, "num_warps": 8},
+    ],
+    (_project_backward_kernel, "tf32x3"): [
+        {"BN": 32, "STAGES": 2, "num_warps": 8},
+        {"BN": 16, "STAGES": 1, "num_warps": 8},
+    ],
+    (_state_gradient_kernel, "tf32"): [{"num_warps": 8}],
+    (_state_gradient_kernel, "tf32x3"): [{"num_warps": 8}],
+    (_transitions_backward_kernel, "tf32"): [
+        {"BN": 64, "STAGES": 2, "num_warps": 8},
+        {"BN": 32, "STAGES": 2, "num_warps": 8},
+        {"BN": 16, "STAGES": 1, "num_warps": 8},
+    ],
+    (_transitions_backward_kernel, "tf32x3"): [
+        {"BN": 32, "STAGES": 1, "num_warps": 8},
+        {"BN": 16, "STAGES": 1, "num_warps": 8},
+    ],
+}
+_fitting: dict[Any, int] = {}
+
+
+def _launch(
+    kernel: Any, grid: Any, *args: Any, PRECISION: str, tiles: list[dict[str, int]] | None = None, **options: Any
+) -> None:
+    """Launches with the best tile that fits; `grid` maps the tile to the grid. Which one fits is found once."""
+    tiles = tiles or _TILES[kernel, PRECISION]
+    key = (kernel, PRECISION, args[0].device, args[0].dtype, *options.values())
+    for i in range(_fitting.get(key, 0), len(tiles)):
+        _fitting[key] = i
+        try:
+            kernel[grid(tiles[i])](*args, PRECISION=PRECISION, **options, **tiles[i])
+            return
+        except OutOfResources:
+            if i + 1 == len(tiles):
+                raise
+
+
+def supports(like: Tensor) -> bool:
+    """Whether `check_supported` would pass."""
+    return like.is_cuda and like.dtype in (torch.float32, torch.bfloat16, torch.float16) and like.shape[-1] <= 256
+
+
+def check_supported(like: Tensor) -> None:
+    """Raises ValueError where tensors like this one are beyond this backend."""
+    interpreted = triton.knobs.runtime.interpret
+    if not (like.is_cuda or interpreted):
+        raise ValueError(f"backend 'triton' needs tensors on a GPU, got {like.device}")
+    if like.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"backend 'triton' takes float32, bfloat16 or float16, got {like.dtype}")
+    if like.shape[-1] > 256:
+        raise ValueError(f"backend 'triton' takes head dimensions up to 256, got {like.shape[-1]}")
+
+
+def _blocks(D: int) -> tuple[int, int]:
+    """The width of a channel block and their number: one up to D 128, then two of 128."""
+    return (max(16, triton.next_power_of_2(D)), 1) if D <= 128 else (128, 2)
+
+
+def _tokens(x: Tensor) -> tuple[int, int, int]:
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    """Channels next to one another; any other strides are taken as they come."""
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def _flags(x: Inputs, like: Tensor) -> Tensor:
+    """The mask as bytes; any tensor where there is none."""
+    return like if x.mask is None else x.mask.contiguous().view(torch.uint8)
+
+
+def _rotary(x: Inputs, given: Tensor | None, like: Tensor) -> tuple[str, Tensor, Tensor]:
+    """How the numerator's tokens come about: "given", from "tables" (cos, sin of (N, D / 2)), or "none"."""
+    if given is not None:
+        return "given", like, like
+    if x.cos is not None and x.sin is not None:
+        return "tables", x.cos.contiguous(), x.sin.contiguous()
+    return "none", like, like
+
+
+def _chunks(ends: Sequence[bool]) -> tuple[bool, int, int]:
+    """Whether any chunk ends here, the first frame that is the last of its chunk, and the chunks' length."""
+    first = next((t for t, end in enumerate(ends) if end), None)
+    if first is None:
+        return False, 0, 1
+    second = next((t for t in range(first + 1, len(ends)) if ends[t]), None)
+    return True, first, len(ends) if second is None else second - first
+
+
+def _packed(S: Tensor | None, z: Tensor | None, rows: int) -> Tensor | None:
+    """States that enter a shard, (B, H, D, D) and (B, H, D), as one (B, H, R, D); absent is zero."""
+    if S is None and z is None:
+        return None
+    if rows == (S if S is not None else z).shape[-1]:  # type: ignore[union-attr]
+        return None if S is None else S.float().contiguous()
+    D = rows - 1
+    like = S if S is not None else z
+    assert like is not None
+    packed = torch.zeros(*like.shape[:2], rows, D, dtype=torch.float32, device=like.device)
+    if S is not None:
+        packed[..., :D, :] = S
+    if z is not None:
+        packed[..., D, :] = z
+    return packed
+
+
+def _states(x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """(..., R, D) as views S (..., D, D) and z (..., D)."""
+    if x is None:
+        return None, None
+    D = x.shape[-1]
+    return x[..., :D, :], x[..., D, :] if x.shape[-2] > D else None
+
+
+@dataclass(frozen=True)
+class TritonSteps:
+    """The steps of `torch_kernels`, by the kernels above. `exact`: keep float32's accuracy whatever the tokens' dtype."""
+
+    exact: bool = False
+
+    def _precision(self, dtype: torch.dtype) -> str:
+        return "tf32x3" if self.exact or dtype == torch.float32 else "tf32"
+
+    def transitions(self, x: Inputs, normalize: bool) -> Transitions:
+        B, N, H, D = x.k.shape
+        T = x.decay.shape[1]
+        k, v, k_rot = _dense(x.k), _dense(x.v), _dense(x.k_rot)
+        assert k is not None and v is not None
+        rotary, cos, sin = _rotary(x, k_rot, k)
+        separate = normalize and rotary != "none"
+        R = D + 1 if normalize else D
+        BD, NB = _blocks(D)
+        A = torch.empty(2 if separate else 1, B, H, T, D, D, dtype=torch.float32, device=k.device)
+        U = torch.empty(B, H, T, R, D, dtype=torch.float32, device=k.device)
+        gate = torch.empty(B, H, T, dtype=torch.float32, device=k.device)
+        kr = k if k_rot is None else k_rot
+        if A.numel():
+            _launch(
+                _transitions_kernel, lambda tile: (B * T * H * NB * NB * (2 if separate else 1),),
+                k, kr, v, x.beta, x.decay, _flags(x, k), cos, sin, A, U, gate,
+                *_tokens(k), *_tokens(kr), *_tokens(v), *x.beta.stride(), *x.decay.stride(),
+                H, T, N // T, A.stride(0) if separate else 0,
+                D=D, R=R, BD=BD, NB=NB, ROTARY=rotary, MASK=x.mask is not None, SEPARATE=separate,
+                PRECISION=self._precision(k.dtype),
+            )  # fmt: skip
+        return Transitions(A, U, gate, self._precision(k.dtype))
+
+    def _scan(
+        self, tr: Transitions, U: Tensor, entering: tuple[Tensor | None, Tensor | None], ends: Sequence[bool],
+        *, reverse: bool, adjoint: bool, keep: bool,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+        """Both directions' states (B, H, T, R, D) where kept, and what leaves (B, H, R, D)."""
+        A = tr.A
+        B, H, T, R, D = U.shape
+        BD, NB = _blocks(D)
+        directions = 2 if reverse else 1
+        states = [U.new_empty(B, H, T, R, D) if keep else U for _ in range(directions)]
+        out = [U.new_empty(B, H, R, D) for _ in range(directions)]
+        cut, first, period = _chunks(ends)
+        in0, in1 = entering
+        if U.numel():
+            _launch(
+                _scan_kernel,
+                lambda tile: (triton.cdiv(D, tile["BR"]) + triton.cdiv(R - D, tile["BR"]), B * H, directions),
+                A, U, tr.gate, U if in0 is None else in0, U if in1 is None else in1, states[0], states[-1], out[0], out[-1],
+                T, A.stride(0) if len(A) > 1 else 0, T * D * D, D * D, 1, D, first, period, R,
+                D=D, BD=BD, NB=NB, GATED=True, TRANSPOSED=True, ADJOINT=adjoint, HAS_U=True,
+                HAS_IN0=in0 is not None, HAS_IN1=in1 is not None, HAS_STATES=keep, HAS_OUT=True, CUT=cut and reverse,
+                PRECISION=tr.precision,
+            )  # fmt: skip
+        else:
+            out = [U.new_zeros(B, H, R, D) if x is None else x for x in (in0, in1)[:directions]]
+        both = directions == 2
+        return states[0] if keep else None, states[1] if keep and both else None, out[0], out[1] if both else None
+
+    def shard_transitions(self, tr: Transitions) -> list[Tensor]:
+        """W_first ... W_last of the numerator and, with a denominator, of it: D rows more that start at I, with no input."""
+        kinds, B, H, T, D, _ = tr.A.shape
+        normalize = tr.U.shape[-2] > D
+        BD, NB = _blocks(D)
+        eye = torch.eye(D, dtype=torch.float32, device=tr.A.device).expand(B, H, kinds, D, D).reshape(B, H, kinds * D, D)
+        if T == 0 or eye.numel() == 0:
+            M = eye
+        else:
+            M = torch.empty_like(eye)
+            _launch(
+                _scan_kernel, lambda tile: (kinds * triton.cdiv(D, tile["BR"]), B * H, 1),
+                tr.A, M, tr.gate, eye, eye, M, M, M, M,
+                T, tr.A.stride(0) if kinds > 1 else 0, T * D * D, D * D, 1, D, 0, 1, kinds * D,
+                D=D, BD=BD, NB=NB, GATED=True, TRANSPOSED=True, ADJOINT=False, HAS_U=False,
+                HAS_IN0=True, HAS_IN1=False, HAS_STATES=False, HAS_OUT=True, CUT=False, PRECISION=tr.precision,
+            )  # fmt: skip
+        found = list(M.unflatten(2, (kinds, D)).unbind(2))
+        return found + found if normalize and kinds == 1 else found
+
+    def scan_states(self, tr: Transitions, entering: Edges, ends: Sequence[bool], reverse: bool) -> tuple[States, Edges]:
+        rows = tr.U.shape[-2]
+        came = _packed(entering.S, entering.z, rows), _packed(entering.R, entering.y, rows)
+        S, R, S_out, R_out = self._scan(tr, tr.U, came, ends, reverse=reverse, adjoint=False, keep=True)
+        return States(*_states(S), *_states(R)), Edges(*_states(S_out), *_states(R_out))
+
+    def scan_states_adjoint(
+        self, tr: Transitions, dX: Tensor, dx: Tensor | None, entering: Edges, ends: Sequence[bool], reverse: bool
+    ) -> tuple[States, Edges]:
+        dU = _whole(dX, dx)
+        came = _packed(entering.S, entering.z, dU.shape[-2]), _packed(entering.R, entering.y, dU.shape[-2])
+        G, F, G_out, F_out = self._scan(tr, dU, came, ends, reverse=reverse, adjoint=True, keep=True)
+        return States(*_states(G), *_states(F)), Edges(*_states(G_out), *_states(F_out))
+
+    def leaving(self, tr: Transitions, entering: Edges, ends: Sequence[bool], reverse: bool) -> Edges:
+        rows = tr.U.shape[-2]
+        came = _packed(entering.S, entering.z, rows), _packed(entering.R, entering.y, rows)
+        _, _, S, R = self._scan(tr, tr.U, came, ends, reverse=reverse, adjoint=False, keep=False)
+        return Edges(*_states(S), *_states(R))
+
+    def leaving_adjoint(
+        self, tr: Transitions, dX: Tensor, dx: Tensor | None, ends: Sequence[bool], reverse: bool
+    ) -> Edges:
+        _, _, G, F = self._scan(tr, _whole(dX, dx), (None, None), ends, reverse=reverse, adjoint=True, keep=False)
+        return Edges(*_states(G), *_states(F))
+
+    def project(self, x: Inputs, states: States, eps: float) -> Tensor:
+        B, N, H, D = x.q.shape
+        T = x.decay.shape[1]
+        q, q_rot = _dense(x.q), _dense(x.q_rot)
+        assert q is not None
+        rotary, cos, sin = _rotary(x, q_rot, q)
+        qr = q if q_rot is None else q_rot
+        out = torch.empty(B, N, H, D, dtype=q.dtype, device=q.device)
+        BD, NB = _blocks(D)
+        if out.numel():
+            _launch(
+                _project_kernel, lambda tile: (B * T * H * NB, 1),
+                q, qr, _flags(x, q), cos, sin, states.S, states.S if states.R is None else states.R, out, eps,
+                *_tokens(q), *_tokens(qr), *_tokens(out), H, T, N // T, N // T,
+                D=D, R=D if states.z is None else D + 1, BD=BD, NB=NB,
+                ROTARY=rotary, MASK=x.mask is not None, REVERSE=states.R is not None, PRECISION=self._precision(q.dtype),
+            )  # fmt: skip
+        return out
+
+    def project_backward(
+        self, dout: Tensor, x: Inputs, states: States, eps: float
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        B, N, H, D = x.q.shape
+        T = x.decay.shape[1]
+        q, q_rot, dout = _dense(x.q), _dense(x.q_rot), _dense(dout)  # type: ignore[assignment]
+        assert q is not None
+        rotary, cos, sin = _rotary(x, q_rot, q)
+        qr = q if q_rot is None else q_rot
+        R = D if states.z is None else D + 1
+        dq = torch.empty(B, N, H, D, dtype=q.dtype, device=q.device)
+        dq_rot = torch.empty_like(dq) if rotary == "given" else dq
+        dX = torch.empty(B, H, T, R, D, dtype=torch.float32, device=q.device)
+        if dq.numel():
+            _launch(
+                _project_backward_kernel, lambda tile: (B * T * H,),
+                dout, q, qr, _flags(x, q), cos, sin, states.S, states.S if states.R is None else states.R,
+                dq, dq_rot, dX, eps,
+                *_tokens(dout), *_tokens(q), *_tokens(qr), *_tokens(dq), H, T, N // T,
+                D=D, R=R, BD=_blocks(D)[0],
+                ROTARY=rotary, MASK=x.mask is not None, REVERSE=states.R is not None, PRECISION=self._precision(q.dtype),
+            )  # fmt: skip
+        return dq, dq_rot if rotary == "given" else None, *_states(dX)  # type: ignore[return-value]
+
+    def transitions_backward(
+        self, x: Inputs, entering: Edges, states: States, adjoint: States
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        B, N, H, D = x.k.shape
+        T = x.decay.shape[1]
+        k, v, k_rot = _dense(x.k), _dense(x.v), _dense(x.k_rot)
+        assert k is not None and v is not None
+        rotary, cos, sin = _rotary(x, k_rot, k)
+        kr = k if k_rot is None else k_rot
+        R = D if states.z is None else D + 1
+        precision = self._precision(k.dtype)
+        reverse = states.R is not None
+        before = _packed(entering.S, entering.z, R)
+        P = torch.empty(B, H, T, D, D, dtype=torch.float32, device=k.device)
+        trace = torch.empty(B, H, T, dtype=torch.float32, device=k.device)
+        gate = x.decay.float().transpose(1, 2).contiguous()
+        dk, dv = (torch.empty(B, N, H, D, dtype=k.dtype, device=k.device) for _ in range(2))
+        dk_rot = torch.empty_like(dk) if rotary == "given" else dk
+        dbeta = torch.empty(B, N, H, dtype=x.beta.dtype, device=k.device)
+        ddecay = torch.empty(B, T, H, dtype=x.decay.dtype, device=k.device)
+        if dk.numel():
+            S, G = states.S, adjoint.S
+            R_, F = (states.R, adjoint.R) if reverse else (S, G)
+            entered = S if before is None else before
+            _launch(
+                _state_gradient_kernel, lambda tile: (B * H, T),
+                S, R_, entered, G, F, P, trace, T,
+                D=D, R=R, BD=_blocks(D)[0], ENTERING=before is not None, REVERSE=reverse, PRECISION=precision,
+            )  # fmt: skip
+            _launch(
+                _transitions_backward_kernel, lambda tile: (B * T * H,),
+                k, kr, v, x.beta, gate, _flags(x, k), cos, sin, S, R_, entered, G, F, P, trace,
+                dk, dk_rot, dv, dbeta, ddecay,
+                *_tokens(k), *_tokens(kr), *_tokens(v), *x.beta.stride(), *_tokens(dk), *dbeta.stride(), H, T, N // T,
+                D=D, R=R, BD=_blocks(D)[0], ROTARY=rotary, MASK=x.mask is not None,
+                ENTERING=before is not None, REVERSE=reverse, PRECISION=precision,
+            )  # fmt: skip
+        return dk, dv, dbeta, ddecay, dk_rot if rotary == "given" else None
+
+    # the primitive's chains: X_t = X_{t-1} A_t + B_t with any A (..., T, D, D), B (..., T, R, D), R <= D
+
+    def _chain(
+        self, A: Tensor, B: Tensor, initial: Tensor | None, *, adjoint: bool, keep: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Every state and the last one; the adjoint runs downwards with Aᵀ."""
+        *lead, T, R, D = B.shape
+        A, B = A.reshape(-1, T, D, D), B.contiguous()
+        last = B.new_empty(*lead, R, D)
+        states = torch.empty_like(B) if keep else B
+        if T == 0 or B.numel() == 0:
+            return states, B.new_zeros(*lead, R, D) if initial is None else initial
+        BD, NB = _blocks(D)
+        k, n = (A.stride(3), A.stride(2)) if adjoint else (A.stride(2), A.stride(3))
+        precision = self._precision(B.dtype)
+        _launch(
+            _scan_kernel, lambda tile: (triton.cdiv(R, tile["BR"]), len(A), 1),
+            A, B, B, B if initial is None else initial.contiguous(), B, states, states, last, last,
+            T, 0, A.stride(0), A.stride(1), k, n, 0, 1, R,
+            D=D, BD=BD, NB=NB, GATED=False, TRANSPOSED=k == 1, ADJOINT=adjoint, HAS_U=True,
+            HAS_IN0=initial is not None, HAS_IN1=False, HAS_STATES=keep, HAS_OUT=True, CUT=False, PRECISION=precision,
+            tiles=[{"BR": 16, "STAGES": 2, "num_warps": 4}, {"BR": 16, "STAGES": 1, "num_warps": 4}] if R <= 16 else None,
+        )  # fmt: skip
+        return states, last
+
+    def scan(self, A: Tensor, B: Tensor, initial: Tensor | None) -> Tensor:
+        return self._chain(A, B, initial, adjoint=False, keep=True)[0]
+
+    def scan_adjoint(self, A: Tensor, dX: Tensor, entering: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self._chain(A, dX, entering, adjoint=True, keep=True)
+
+    def last_state(self, A: Tensor, B: Tensor, initial: Tensor | None) -> Tensor:
+        return self._chain(A, B, initial, adjoint=False, keep=False)[1]
+
+    product = staticmethod(torch_kernels.product)
+
+
+def _whole(dX: Tensor, dx: Tensor | None) -> Tensor:
+    """The (B, H, T, R, D) that `project_backward` returned as views dX and dx."""
+    if dx is None:
+        return dX
+    B, H, T, D, _ = dX.shape
+    return dX.as_strided((B, H, T, D + 1, D), dX.stride())
