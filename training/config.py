@@ -31,9 +31,6 @@ def option(default: Any, help: str) -> Any:
 class ObjectiveConfig:
     """What a step asks of the model: noise levels, prediction and loss (`training/objective.py`)."""
 
-    chunk_frames: int | None = option(
-        None, "latent frames a chunk: train chunk-causally, each chunk at its own noise level; null: bidirectional"
-    )
     prediction_type: Literal["velocity", "sample"] = option("velocity", "the model predicts noise - clip, or the clip")
     weighting_scheme: Literal["logit_normal", "mode", "none"] = option("logit_normal", "how noise levels are drawn")
     logit_mean: float = option(0.0, "logit_normal: the level is sigmoid(logit_std * n + logit_mean) for a normal n")
@@ -91,14 +88,14 @@ class TrainConfig(ObjectiveConfig, OptimizationConfig, RunConfig):
     """Every option of train.py."""
 
     pretrained_model_name_or_path: str | None = option(
-        None, "a folder (or hub name) whose transformer/ is trained further; null: fresh weights from `model`"
+        None, "a folder (or hub name) whose transformer/ is trained further, `model` overriding its configuration"
     )
-    model: dict[str, Any] = option({}, "arguments of the model's class")
-    data: dict[str, Any] = option({}, "arguments of the data set")
+    model: dict[str, Any] = option({}, "arguments of VideoDiT")
+    data: dict[str, Any] = option({}, "arguments of training.data.VideoLatents")
 
     def __post_init__(self) -> None:
         counts = "train_batch_size gradient_accumulation_steps cp_size checkpointing_steps num_train_epochs"
-        optional_counts = "chunk_frames max_train_steps validation_steps checkpoints_total_limit"
+        optional_counts = "max_train_steps validation_steps checkpoints_total_limit"
         for name in f"{counts} {optional_counts}".split():
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -130,15 +127,16 @@ def parse_config(
             parser.add_argument(f"--{f.name}", help=f"{f.metadata['help']} (default: {f.default})".strip(), **flag)
     flags, rest = parser.parse_known_args(argv)
     given = vars(flags)
-    nested = _nested_flags(rest, known=[f.name for f in fields(TrainConfig)])
+    dotted = [f"{section}.{key}" for section, target in sections.items() for key in arguments_of(target)]
+    hints = typing.get_type_hints(TrainConfig)
+    nested = _nested_flags(rest, [*hints, *dotted])
 
     values = _read_yaml(given.pop("config")) if "config" in given else {}
     values.update(given)
     for section, overrides in nested.items():
         values[section] = {**(values.get(section) or {}), **overrides}
 
-    hints = typing.get_type_hints(TrainConfig)
-    _check_names(values, hints, "option")
+    _check_names(values, hints, "option", [*hints, *dotted])
     config = TrainConfig(**{name: _convert(name, value, hints[name]) for name, value in values.items()})
     for section, target in sections.items():
         _check_names(getattr(config, section), arguments_of(target), f"key of `{section}:`")
@@ -158,16 +156,17 @@ def _read_yaml(path: str) -> dict[str, Any]:
     return values
 
 
-def _nested_flags(rest: Sequence[str], known: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """`--model.num_layers 8` or `--model.num_layers=8` to {"model": {"num_layers": 8}}."""
+def _nested_flags(rest: Sequence[str], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """`--model.num_layers 8` or `--model.num_layers=8` to {"model": {"num_layers": 8}}; `names` are all there are."""
     nested: dict[str, dict[str, Any]] = {}
     words = list(rest)
     while words:
         flag, equals, value = words.pop(0).partition("=")
-        section, dot, key = flag.removeprefix("--").partition(".")
         if not flag.startswith("--"):
             raise ValueError(f"unexpected {flag!r} on the command line: options start with --")
-        _check_names([section], ("model", "data") if dot else known, "section" if dot else "option")
+        name = flag.removeprefix("--")
+        _check_names([name], [name for name in names if "." in name], "option", names)
+        section, _, key = name.partition(".")
         if not equals:
             if not words:
                 raise ValueError(f"{flag} needs a value")
@@ -176,12 +175,14 @@ def _nested_flags(rest: Sequence[str], known: Iterable[str]) -> dict[str, dict[s
     return nested
 
 
-def _check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
+def _check_names(
+    names: Iterable[str], known: Iterable[str], what: str, suggestions: Iterable[str] | None = None
+) -> None:
     known = list(known)
     for name in names:
         if name not in known:
-            nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
-            raise ValueError(f"unknown {what} {name!r}; did you mean {nearest[0]!r}?")
+            (nearest,) = difflib.get_close_matches(str(name), suggestions or known, n=1, cutoff=0.0)
+            raise ValueError(f"unknown {what} {name!r}; did you mean {nearest!r}?")
 
 
 def _convert(name: str, value: Any, hint: Any) -> Any:

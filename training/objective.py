@@ -42,7 +42,9 @@ def split_frames(num_frames: int, num_ranks: int) -> list[int]:
     return [num_frames // num_ranks + (rank < num_frames % num_ranks) for rank in range(num_ranks)]
 
 
-def sample_noise(config: ObjectiveConfig, shape: tuple[int, ...], sample_ids: list[int], seed: int) -> Noise:
+def sample_noise(
+    config: ObjectiveConfig, shape: tuple[int, ...], sample_ids: list[int], seed: int, chunk_frames: int | None = None
+) -> Noise:
     """Noise and noise levels of whole clips, each drawn from (seed, the sample's number in the run) alone.
 
     So the same sample meets the same noise however a global batch is laid out over ranks and micro-batches, and in a
@@ -51,15 +53,20 @@ def sample_noise(config: ObjectiveConfig, shape: tuple[int, ...], sample_ids: li
     Args:
         shape: (C, T, h, w) of one clip.
         sample_ids: the number of each sample of the batch, counted from the start of the run.
+        chunk_frames: latent frames a chunk; None: the clip is one chunk.
     """
-    draws = [_sample_one(config, shape, torch.Generator().manual_seed(_mix(seed, number))) for number in sample_ids]
+    draws = [
+        _sample_one(config, shape, chunk_frames or shape[1], torch.Generator().manual_seed(_mix(seed, number)))
+        for number in sample_ids
+    ]
     return Noise(*(torch.stack(tensors) for tensors in zip(*draws, strict=True)))
 
 
-def _sample_one(config: ObjectiveConfig, shape: tuple[int, ...], generator: torch.Generator) -> Noise:
+def _sample_one(
+    config: ObjectiveConfig, shape: tuple[int, ...], chunk_frames: int, generator: torch.Generator
+) -> Noise:
     num_frames = shape[1]
-    chunk = config.chunk_frames or num_frames
-    num_chunks = -(-num_frames // chunk)
+    num_chunks = -(-num_frames // chunk_frames)
     levels = compute_density_for_timestep_sampling(
         config.weighting_scheme,
         num_chunks,
@@ -74,7 +81,7 @@ def _sample_one(config: ObjectiveConfig, shape: tuple[int, ...], generator: torc
     if num_chunks > 1:
         clean_chunks = torch.randint(1, num_chunks, (), generator=generator) * is_prefixed
         levels = levels * (torch.arange(num_chunks) >= clean_chunks)
-    sigmas = levels.repeat_interleave(chunk)[:num_frames]
+    sigmas = levels.repeat_interleave(chunk_frames)[:num_frames]
     return Noise(torch.randn(shape, generator=generator), sigmas)
 
 

@@ -51,8 +51,9 @@ def test_saved_options_read_back_the_same(tmp_path: Path, yaml_file: str) -> Non
     "argv, message",
     [
         (["--learning_rat", "1e-4"], "'learning_rat'.*'learning_rate'"),
-        (["--model.hiden_size=3"], "'hiden_size'.*'hidden_size'"),
-        (["--modl.num_layers", "3"], "section 'modl'.*'model'"),
+        (["--model.hiden_size=3"], "'model.hiden_size'.*'model.hidden_size'"),
+        (["--modl.num_layers", "3"], "'modl.num_layers'.*'model.num_layers'"),
+        (["--num_layers", "3"], "'num_layers'.*'model.num_layers'"),
         (["stray"], "'stray'"),
         (["--seed", "x"], "seed must be of type int, got 'x'"),
         (["--seed", "1.5"], "seed must be of type int"),
@@ -72,6 +73,7 @@ def test_mistakes_on_the_command_line_are_errors(argv: list[str], message: str) 
     [
         ({"lerning_rate": 1}, "'lerning_rate'.*'learning_rate'"),
         ({"model": {"layers": 1}}, "'layers'.*'num_layers'"),
+        ({"hidden_size": 1}, "'hidden_size'.*'model.hidden_size'"),
         ({"learning_rate": True}, "learning_rate must be of type float"),
         ({"seed": True}, "seed must be of type int"),
         ({"model": [1]}, "model must be of type mapping"),

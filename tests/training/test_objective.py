@@ -17,18 +17,19 @@ def test_split_covers_all_frames_with_none_left_empty() -> None:
 
 
 def test_noise_of_a_sample_depends_on_seed_and_number_alone() -> None:
-    config = ObjectiveConfig(chunk_frames=3)
-    together = sample_noise(config, SHAPE, [4, 7], seed=1)
-    alone = sample_noise(config, SHAPE, [7], seed=1)
+    config = ObjectiveConfig()
+    together = sample_noise(config, SHAPE, [4, 7], seed=1, chunk_frames=3)
+    alone = sample_noise(config, SHAPE, [7], seed=1, chunk_frames=3)
     assert torch.equal(together.noise[1:], alone.noise) and torch.equal(together.sigmas[1:], alone.sigmas)
-    for other in (sample_noise(config, SHAPE, [8], seed=1), sample_noise(config, SHAPE, [7], seed=2)):
+    for number, seed in ((8, 1), (7, 2)):
+        other = sample_noise(config, SHAPE, [number], seed, chunk_frames=3)
         assert not torch.equal(other.noise, alone.noise) and not torch.equal(other.sigmas, alone.sigmas)
 
 
 @pytest.mark.parametrize("scheme", ["logit_normal", "mode", "none"])
 def test_a_chunk_has_one_level_and_half_the_samples_a_clean_prefix(scheme: str) -> None:
-    config = ObjectiveConfig(chunk_frames=3, weighting_scheme=scheme)
-    sigmas = sample_noise(config, (1, 8, 1, 1), list(range(2000)), seed=0).sigmas
+    config = ObjectiveConfig(weighting_scheme=scheme)
+    sigmas = sample_noise(config, (1, 8, 1, 1), list(range(2000)), seed=0, chunk_frames=3).sigmas
     chunks = sigmas[:, ::3]
     assert torch.equal(chunks.repeat_interleave(3, dim=1)[:, :8], sigmas)
     assert (sigmas[:, -1] >= SMALLEST_LEVEL).all() and (sigmas <= 1).all()
@@ -95,9 +96,9 @@ def test_loss_of_a_predicted_clip_is_that_of_the_velocity_it_implies() -> None:
 
 
 def test_shards_add_up_to_the_clip_and_micro_batches_average_to_the_batch() -> None:
-    config = ObjectiveConfig(chunk_frames=3)
+    config = ObjectiveConfig()
     latents, prediction = torch.randn(4, *SHAPE, dtype=torch.float64), torch.randn(4, *SHAPE, dtype=torch.float64)
-    noise, sigmas = (x.double() for x in sample_noise(config, SHAPE, [0, 1, 2, 3], seed=5))
+    noise, sigmas = (x.double() for x in sample_noise(config, SHAPE, [0, 1, 2, 3], seed=5, chunk_frames=3))
 
     def loss(samples: slice, frames: slice) -> torch.Tensor:
         return flow_loss(

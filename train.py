@@ -1,0 +1,389 @@
+"""Train a video diffusion transformer on video clips, over as many ranks as there are.
+
+    accelerate launch train.py --config configs/demo.yaml --output_dir runs/mine --learning_rate 5e-4
+
+accelerate owns the processes. `--cp_size` of them share the frames of one clip (a context-parallel group); the groups
+are data parallel. The options are in `training/config.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard, prepare_data_loader, skip_first_batches
+from accelerate.logging import get_logger
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, ProjectConfiguration, set_seed
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.optimization import get_scheduler
+from diffusers.training_utils import EMAModel
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+
+from frame_gdn import parallelize
+from frame_gdn.pipeline import FrameGDNRolloutPipeline
+from models import VideoDiT
+from training.checkpoints import Checkpoints, Metrics
+from training.config import TrainConfig, parse_config
+from training.data import VideoLatents
+from training.evaluation import continuation_psnr, continue_clip
+from training.latents import load_codec
+from training.objective import Noise, add_noise, flow_loss, sample_noise, split_frames
+
+NUM_TRAIN_TIMESTEPS = 1000  # of the scheduler: the model's unit of noise levels
+
+logger = get_logger("train")
+
+
+def main(config: TrainConfig) -> None:
+    accelerator = start_accelerator(config)
+    mesh = build_mesh(accelerator, config.cp_size)
+    cp_rank = accelerator.process_index % config.cp_size
+    dp_rank, dp_size = accelerator.process_index // config.cp_size, accelerator.num_processes // config.cp_size
+    set_seed(config.seed)
+
+    # Data: the ranks of a context-parallel group read the same clips, and each keeps its own frames.
+    with accelerator.main_process_first():  # it encodes videos, the others find them encoded
+        dataset = VideoLatents(**{"seed": config.seed, **config.data})
+    shape = dataset.latent_shape
+    channels, num_frames, *_ = shape
+    frames_per_rank = split_frames(num_frames, config.cp_size)
+    first = sum(frames_per_rank[:cp_rank])
+    own_frames = slice(first, first + frames_per_rank[cp_rank])
+    loader = build_loader(config, dataset, accelerator.device, mesh)
+
+    # Model.
+    dtype = getattr(torch, config.weight_dtype)
+    model = build_model(config, channels, dtype)
+    chunk_frames = model.config.chunk_frames
+    parallelize(model, mesh)
+    scheduler = FlowMatchEulerDiscreteScheduler(NUM_TRAIN_TIMESTEPS, shift=config.flow_shift)
+
+    # Optimisation. A learning-rate scheduler that accelerate prepares would run num_processes times too fast.
+    batches_a_step = config.gradient_accumulation_steps
+    max_train_steps = config.max_train_steps or max(1, config.num_train_epochs * len(loader) // batches_a_step)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        weight_decay=config.adam_weight_decay,
+        eps=config.adam_epsilon,
+    )
+    model, optimizer = accelerator.prepare(model, optimizer)
+    lr_scheduler = get_scheduler(
+        config.lr_scheduler,
+        optimizer,
+        num_warmup_steps=config.lr_warmup_steps,
+        num_training_steps=max_train_steps,
+        num_cycles=config.lr_num_cycles,
+        power=config.lr_power,
+    )
+    accelerator.register_for_checkpointing(lr_scheduler)
+    ema = EMAModel(model.parameters(), decay=config.ema_decay) if config.use_ema else None
+    if ema is not None:
+        accelerator.register_for_checkpointing(ema)
+
+    # Where an earlier run stopped.
+    global_batch = config.train_batch_size * dp_size * batches_a_step
+    checkpoints = Checkpoints(
+        Path(config.output_dir),
+        accelerator,
+        limit=config.checkpoints_total_limit,
+        layout={"seed": config.seed, "global_batch": global_batch, "num_processes": accelerator.num_processes},
+    )
+    steps_done = 0
+    if checkpoint := checkpoints.find(config.resume_from_checkpoint):
+        steps_done = checkpoints.load(checkpoint)
+        logger.info(f"Resumed from {checkpoint}")
+    if ema is not None:
+        ema.to(accelerator.device)
+    metrics = start_logs(config, accelerator, steps_done)
+
+    # Training.
+    logger.info(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {len(dataset)} clips of {num_frames} "
+        f"latent frames, {dp_size} data-parallel groups of {config.cp_size} ranks with {frames_per_rank} frames, "
+        f"global batch {global_batch}, steps {steps_done} to {max_train_steps}"
+    )
+    batches = endless_batches(loader, dataset, start=steps_done * batches_a_step)
+    steps = range(steps_done + 1, max_train_steps + 1)
+    model.train()
+    progress = tqdm(steps, "Steps", initial=steps_done, total=max_train_steps, disable=not accelerator.is_main_process)
+    for step in progress:
+        started = time.perf_counter()
+        loss = torch.zeros((), device=accelerator.device)
+        for batch_number in range((step - 1) * batches_a_step, step * batches_a_step):
+            # A sample's number in the run, which is the same however samples are dealt to ranks.
+            first_sample = (batch_number * dp_size + dp_rank) * config.train_batch_size
+            sample_ids = list(range(first_sample, first_sample + config.train_batch_size))
+            with accelerator.accumulate(model):
+                batch = next(batches)
+                noise = sample_noise(config, shape, sample_ids, config.seed, chunk_frames)
+                share = clip_loss(model, batch, noise, own_frames, frames_per_rank, config)
+                # Gradients are averaged over all ranks, but those of a clip's frames are to be summed.
+                batch_loss = share * config.cp_size
+                accelerator.backward(batch_loss)
+                if accelerator.sync_gradients:
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm or float("inf"))
+                optimizer.step()
+                optimizer.zero_grad()
+            loss = loss + batch_loss.detach() / batches_a_step
+        learning_rate = lr_scheduler.get_last_lr()[0]
+        if not accelerator.optimizer_step_was_skipped:
+            lr_scheduler.step()
+            if ema is not None:
+                ema.step(model.parameters())
+
+        values = {
+            "loss": accelerator.reduce(loss, "mean").item(),
+            "grad_norm": grad_norm.item(),
+            "lr": learning_rate,
+            "frames_per_second": global_batch * num_frames / (time.perf_counter() - started),
+            "memory": peak_memory(accelerator.device),
+        }
+        is_last = step == max_train_steps
+        if config.validation_steps and (step % config.validation_steps == 0 or is_last):
+            trained = trained_copy(accelerator, model, ema)
+            if trained is not None:
+                values |= validate(trained.to(accelerator.device), scheduler, dataset, config)
+        if metrics is not None:
+            metrics.write(step=step, **values)
+        accelerator.log(values, step=step)
+        if step % config.checkpointing_steps == 0 or is_last:
+            checkpoints.save(step)
+
+    trained = trained_copy(accelerator, model, ema)
+    if trained is not None:
+        save_model(trained, scheduler, dataset, config)
+    accelerator.end_training()
+
+
+def clip_loss(
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    noise: Noise,
+    own_frames: slice,
+    frames_per_rank: list[int],
+    config: TrainConfig,
+) -> Tensor:
+    """This rank's share of the batch's mean loss; the shares of a context-parallel group add up to it.
+
+    Args:
+        batch: "latents" (B, C, T, h, w) of whole clips; for a model with cross-attention "prompt_embeds" (B, L, E) and
+            "prompt_attention_mask" (B, L).
+        noise: of whole clips.
+        own_frames: the latent frames that this rank computes, of all `sum(frames_per_rank)`.
+    """
+    latents = batch["latents"].to(getattr(torch, config.weight_dtype))
+    noised_frames = (noise.sigmas > 0).sum(dim=1).to(latents.device)
+    latents, noise, sigmas = latents[:, :, own_frames], noise.noise[:, :, own_frames], noise.sigmas[:, own_frames]
+    noise, sigmas = noise.to(latents), sigmas.to(latents)
+    text = batch.get("prompt_embeds")
+    prediction = model(
+        add_noise(latents, noise, sigmas),
+        sigmas * NUM_TRAIN_TIMESTEPS,
+        encoder_hidden_states=None if text is None else text.to(latents),
+        encoder_attention_mask=batch.get("prompt_attention_mask"),
+        frames_per_rank=frames_per_rank,
+    ).sample
+    return flow_loss(
+        prediction, latents, noise, sigmas, prediction_type=config.prediction_type, noised_frames=noised_frames
+    )
+
+
+def start_accelerator(config: TrainConfig) -> Accelerator:
+    """accelerate's processes, or an error that gives the right command where it would start others than asked for."""
+    output_dir = Path(config.output_dir)
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision=config.mixed_precision,
+        log_with=None if config.report_to == "none" else config.report_to,
+        project_config=ProjectConfiguration(str(output_dir), logging_dir=str(output_dir / config.logging_dir)),
+        # Not at the end of an epoch too: the batch of every step is the same size.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
+        ),
+    )
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    logging.getLogger("accelerate").setLevel(logging.WARNING)
+    # DDP minds that gradients of depthwise convolutions come in channels_last, which costs it nothing here.
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if accelerator.num_processes != world_size:
+        raise ValueError(
+            f"{world_size} processes were launched but accelerate joined {accelerator.num_processes}; "
+            + how_to_launch(world_size)
+        )
+    if accelerator.num_processes % config.cp_size:
+        raise ValueError(
+            f"cp_size {config.cp_size} does not divide the {accelerator.num_processes} processes; "
+            + how_to_launch(config.cp_size)
+        )
+    if config.report_to != "none" and not accelerator.log_with:
+        raise ValueError(f"{config.report_to} is not installed: pip install it, or train with --report_to none")
+    if config.use_ema and accelerator.distributed_type == DistributedType.FSDP:
+        raise ValueError("use_ema does not work with FSDP, whose checkpoints would hold one rank's average only")
+    torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
+    return accelerator
+
+
+def how_to_launch(num_processes: int) -> str:
+    return (
+        f"launch with `accelerate launch --multi_gpu --num_processes {num_processes} train.py ...` "
+        "(on a CPU too, where --cpu starts one process whatever --num_processes says)"
+    )
+
+
+def build_mesh(accelerator: Accelerator, cp_size: int) -> DeviceMesh | None:
+    """The ranks as (data parallel, context parallel); None for a single process.
+
+    The dimensions' names are those that accelerate's data loader reads.
+    """
+    if accelerator.num_processes == 1:
+        return None
+    shape = (accelerator.num_processes // cp_size, cp_size)
+    return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp_replicate", "cp"))
+
+
+def build_model(config: TrainConfig, channels: int, dtype: torch.dtype) -> VideoDiT:
+    """The model with fresh or given weights.
+
+    Raises:
+        ValueError: a model for latents of another number of channels, or validation of one that knows no chunks.
+    """
+    if config.pretrained_model_name_or_path:
+        model = VideoDiT.from_pretrained(
+            config.pretrained_model_name_or_path, subfolder="transformer", torch_dtype=dtype, **config.model
+        )
+    else:
+        model = VideoDiT(**{"in_channels": channels, **config.model})
+    if config.validation_steps and not model.config.chunk_frames:
+        raise ValueError("validation_steps rolls out chunks: it needs a model with chunk_frames")
+    if model.config.in_channels != channels:
+        raise ValueError(f"the model takes {model.config.in_channels} latent channels, the data has {channels}")
+    if config.gradient_checkpointing:
+        model.enable_gradient_checkpointing()
+    return model.double() if dtype == torch.float64 else model
+
+
+def build_loader(
+    config: TrainConfig, dataset: VideoLatents, device: torch.device, mesh: DeviceMesh | None
+) -> DataLoaderShard:
+    """Shuffled batches, different ones on each data-parallel rank, in an order that depends on (seed, epoch) alone.
+
+    Raises:
+        ValueError: there are fewer clips than one batch on every rank.
+    """
+    loader = DataLoader(
+        dataset, config.train_batch_size, shuffle=True, drop_last=True, num_workers=config.dataloader_num_workers
+    )
+    loader = prepare_data_loader(
+        loader,
+        device,
+        torch_device_mesh=mesh,
+        put_on_device=True,
+        rng_types=["generator"],
+        use_seedable_sampler=True,
+        data_seed=config.seed,
+    )
+    if len(loader) == 0:
+        raise ValueError(
+            f"{len(dataset)} clips are too few for a batch on every data-parallel rank, "
+            f"train_batch_size {config.train_batch_size} each"
+        )
+    return loader
+
+
+def endless_batches(loader: DataLoaderShard, dataset: VideoLatents, start: int) -> Iterator[dict[str, Tensor]]:
+    """The batches of epoch after epoch, from batch number `start` of the run on."""
+    epoch, skipped = divmod(start, len(loader))
+    while True:
+        loader.set_epoch(epoch)
+        dataset.set_epoch(epoch)  # accelerate forwards the epoch on some layouts only
+        yield from skip_first_batches(loader, skipped)
+        epoch, skipped = epoch + 1, 0
+
+
+def start_logs(config: TrainConfig, accelerator: Accelerator, steps_done: int) -> Metrics | None:
+    """Start the tracker; metrics.jsonl is the main process's, None on others."""
+    flat = {name: value for name, value in asdict(config).items() if isinstance(value, (int, float, str))}
+    accelerator.init_trackers("train", config=flat)
+    if not accelerator.is_main_process:
+        return None
+    if config.report_to != "none" and not accelerator.trackers:
+        raise ValueError(f"{config.report_to} did not start: train with --report_to none")
+    output_dir = Path(config.output_dir)
+    config.save(output_dir / "config.yaml")
+    return Metrics(output_dir / "metrics.jsonl", steps_done)
+
+
+def trained_copy(accelerator: Accelerator, model: nn.Module, ema: EMAModel | None) -> VideoDiT | None:
+    """The model as it is trained so far (its average, if one is kept), for one process: the main one, None on others.
+
+    All ranks call this.
+    """
+    if ema is not None:
+        ema.store(model.parameters())
+        ema.copy_to(model.parameters())
+    weights = {name: tensor.detach().cpu().clone() for name, tensor in accelerator.get_state_dict(model).items()}
+    if ema is not None:
+        ema.restore(model.parameters())
+    if not accelerator.is_main_process:
+        return None
+    trained = VideoDiT.from_config(accelerator.unwrap_model(model).config)
+    trained.load_state_dict(weights, assign=True)
+    return trained.eval()
+
+
+def validate(
+    trained: VideoDiT, scheduler: FlowMatchEulerDiscreteScheduler, dataset: VideoLatents, config: TrainConfig
+) -> dict[str, float]:
+    """Continue the first clip of the data: the psnr, and that of repeating the last given frame."""
+    pipeline = FrameGDNRolloutPipeline(trained, scheduler, config.prediction_type)
+    pipeline.set_progress_bar_config(disable=True)
+    film = continue_clip(pipeline, dataset[0], num_inference_steps=config.validation_inference_steps, seed=config.seed)
+    codec = load_codec(dataset.codec, trained.device)
+    num_given = 1 + codec.frame_ratio * (trained.config.chunk_frames - 1)
+    scores = continuation_psnr(codec.decode(film), codec.decode(dataset[0]["latents"]), num_given)
+    return dict(zip(("psnr", "psnr_repeat_last"), scores, strict=True))
+
+
+def save_model(
+    trained: VideoDiT, scheduler: FlowMatchEulerDiscreteScheduler, dataset: VideoLatents, config: TrainConfig
+) -> None:
+    """A folder as diffusers knows it, and `codec.json`: how latents become a video. rollout.py reads both."""
+    output_dir = Path(config.output_dir)
+    if trained.config.chunk_frames:
+        FrameGDNRolloutPipeline(trained, scheduler, config.prediction_type).save_pretrained(output_dir)
+    else:  # bidirectional, so there is no pipeline that rolls it out
+        trained.save_pretrained(output_dir / "transformer")
+        scheduler.save_pretrained(output_dir / "scheduler")
+    (output_dir / "codec.json").write_text(json.dumps(dataset.codec, indent=2) + "\n")
+
+
+def peak_memory(device: torch.device) -> float:
+    """The most memory in GiB that this process has held: on its GPU, or in all where there is none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+if __name__ == "__main__":
+    try:
+        options = parse_config(sections={"model": VideoDiT, "data": VideoLatents})
+    except ValueError as error:
+        sys.exit(f"train.py: {error}")
+    main(options)

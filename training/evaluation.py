@@ -1,0 +1,53 @@
+"""How well a model continues a clip: a rollout from its first chunk, held against what really follows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from frame_gdn.pipeline import FrameGDNRolloutPipeline
+
+
+def continue_clip(
+    pipeline: FrameGDNRolloutPipeline, clip: Mapping[str, Tensor], *, num_inference_steps: int, seed: int = 0
+) -> Tensor:
+    """A clip's first chunk and the chunks that the model rolls out from it, as many as the clip is long.
+
+    Args:
+        clip: an item of `VideoLatents`: "latents" (C, T, h, w) and, for a model that reads text, its "prompt_embeds".
+
+    Returns:
+        (C, T', h, w) on the CPU; T' is T without the rest that is no whole chunk.
+    """
+    latents, text, text_mask = (clip.get(name) for name in ("latents", "prompt_embeds", "prompt_attention_mask"))
+    chunk_frames = pipeline.transformer.config.chunk_frames
+    given = latents[None, :, :chunk_frames]
+    output = pipeline(
+        given,
+        num_chunks=latents.shape[1] // chunk_frames - 1,
+        num_inference_steps=num_inference_steps,
+        generator=torch.Generator().manual_seed(seed),
+        prompt_embeds=None if text is None else text[None],
+        prompt_mask=None if text_mask is None else text_mask[None],
+    )
+    return torch.cat([given, output.latents.cpu().to(given)], dim=2)[0]
+
+
+def continuation_psnr(film: Tensor, truth: Tensor, num_given: int) -> tuple[float, float]:
+    """PSNR in dB of what follows a film's given frames, and that of repeating the last of them.
+
+    Args:
+        film, truth: uint8 (T, H, W, 3); a film may be shorter than the truth.
+        num_given: frames at the start that were given to the model.
+    """
+    truth = truth[num_given : len(film)]
+    return psnr(film[num_given:], truth), psnr(film[num_given - 1 : num_given], truth)
+
+
+def psnr(video: Tensor, truth: Tensor) -> float:
+    """Peak signal-to-noise ratio in dB of uint8 videos whose shapes broadcast, over all their pixels."""
+    error = (video.double() - truth.double()).square().mean().item()
+    return 10 * math.log10(255**2 / error) if error else math.inf
