@@ -93,10 +93,10 @@ class LatentNorm:
 
     @classmethod
     def of(cls, vae: nn.Module) -> "LatentNorm":
-        """As diffusers' pipelines read them: `latents_mean` and `latents_std` from the module's buffers (LTX) or the
-        config, `scaling_factor` and `shift_factor` from the config. ValueError where a VAE has neither kind."""
-        config = vae.config
-        mean, std = (_first(getattr(vae, name, None), config.get(name)) for name in ("latents_mean", "latents_std"))
+        """As diffusers' pipelines read them: `latents_mean` and `latents_std` from the config or the buffers (LTX),
+        `scaling_factor` and `shift_factor` from the config. ValueError where a VAE has neither kind."""
+        config, buffers = vae.config, dict(vae.named_buffers())
+        mean, std = (_first(config.get(name), buffers.get(name)) for name in ("latents_mean", "latents_std"))
         factor = config.get("scaling_factor")
         if std is None and factor is None:
             raise ValueError(f"{type(vae).__name__} has neither latents_mean and latents_std nor a scaling_factor")
@@ -137,15 +137,16 @@ class VaeCodec:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.source = {"pretrained_model_name_or_path": pretrained_model_name_or_path, "subfolder": subfolder}
-        self.vae = AutoModel.from_pretrained(**self.source, torch_dtype=dtype).eval().requires_grad_(False).to(device)
+        vae = AutoModel.from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, torch_dtype=dtype)
+        self.vae = vae.eval().requires_grad_(False).to(device)
         self.norm = LatentNorm.of(self.vae)
         self.channels = len(self.norm.mean)
         self.frame_ratio = self._ratio("temporal_compression_ratio", "scale_factor_temporal")
         self.size_ratio = self._ratio("spatial_compression_ratio", "scale_factor_spatial")
 
     def _ratio(self, *names: str) -> int:
-        values = [_first(getattr(self.vae, name, None), self.vae.config.get(name)) for name in names]
-        if (ratio := _first(*values)) is None:
+        ratio = _first(*map(self.vae.config.get, names), *map(vars(self.vae).get, names))
+        if ratio is None:
             raise ValueError(f"{type(self.vae).__name__} does not say its {' or '.join(names)}")
         return int(ratio)
 

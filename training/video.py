@@ -81,7 +81,7 @@ def video_fps(path: str | os.PathLike[str]) -> Fraction:
         with av.open(os.fspath(path)) as container:
             return _rate(_video_stream(container, path), path)
     except (av.error.FFmpegError, OSError) as error:
-        raise VideoError(f"{path}: cannot be read as a video ({error})") from error
+        raise VideoError(f"{path}: cannot be read as a video ({error.strerror})") from error
 
 
 def read_video(
@@ -171,7 +171,7 @@ def iter_frames(
                 yield torch.from_numpy(_cover(frame, height, width, pixel_aspect)), begins_shot
                 begins_shot = False
     except (av.error.FFmpegError, OSError) as error:
-        raise VideoError(f"{path}: cannot be read as a video ({error})") from error
+        raise VideoError(f"{path}: cannot be read as a video ({error.strerror})") from error
 
 
 def write_video(path: str | os.PathLike[str], video: Tensor, fps: float | Fraction, *, crf: int = 16) -> None:
