@@ -45,8 +45,6 @@ class TemporalShortConv(nn.Module):
         With chunk_frames, taps past the end of a frame's chunk see zeros; x starts at frame `first_frame` of the clip.
         """
         T, K = x.shape[1], self.weight.shape[-1]
-        if T == 0:
-            return x
         taps = self.weight[:, 0].to(x.dtype).unbind(-1)
         seen = torch.cat([past, x, future], 1)
         in_chunk = None

@@ -145,9 +145,9 @@ def gather_ints(values: Sequence[int], group: ProcessGroup) -> list[list[int]]:
     on_cpu = "cpu:" in dist.get_backend_config(group)
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     mine = torch.tensor(list(values), dtype=torch.int64, device=device)
-    everyone = mine.new_empty(dist.get_world_size(group), len(values))
+    everyone = mine.new_empty(dist.get_world_size(group) * len(values))
     dist.all_gather_into_tensor(everyone, mine, group=group)
-    return [[int(value) for value in row] for row in everyone.tolist()]
+    return [[int(value) for value in row] for row in everyone.view(-1, len(values)).tolist()]
 
 
 def frames_of_ranks(
@@ -256,7 +256,7 @@ def _gather_packed(tensors: Sequence[Tensor], group: ProcessGroup, gather: str) 
     mine = _pack(tensors)
     everyone = mine.new_empty(size, mine.numel())
     if gather == "collective":
-        dist.all_gather_into_tensor(everyone, mine, group=group)
+        dist.all_gather_into_tensor(everyone.view(-1), mine, group=group)
     elif gather == "list":
         dist.all_gather(list(everyone.unbind(0)), mine, group=group)
     else:

@@ -6,7 +6,6 @@ Two functions stand here, and share the exchange: `gdn_scan` from tokens to outp
 
 import importlib
 import importlib.util
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -24,7 +23,8 @@ BACKENDS = ("torch", "triton", "auto")
 
 
 def pick_backend(name: str, like: Tensor, precision: str = "default") -> Any:
-    """The local steps for tensors like `like`: the module `torch_kernels`, or the object that offers the same on Triton. "auto" is triton on a GPU below float64, else torch.
+    """The local steps for tensors like `like`: the module `torch_kernels`, or the object that offers the same on
+    Triton. "auto" is triton on a GPU below float64, else torch.
 
     Raises ValueError for an unknown name, and where triton is asked for but cannot serve.
     """

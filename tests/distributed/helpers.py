@@ -15,8 +15,8 @@ import torch.multiprocessing as mp
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: int = 60) -> list[Any]:
     """function(rank, world_size, *args) in `world_size` processes; what they return, by rank.
 
-    `function` must be importable (a module-level function) and return something that torch.save can write. An exception in
-    a rank is raised here with that rank's traceback.
+    `function` must be importable (a module-level function) and return something that torch.save can write. An
+    exception in a rank is raised here with that rank's traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
