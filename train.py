@@ -325,6 +325,7 @@ def start_logs(config: TrainConfig, accelerator: Accelerator, steps_done: int) -
     if config.report_to != "none" and not accelerator.trackers:
         raise ValueError(f"{config.report_to} did not start: train with --report_to none")
     output_dir = Path(config.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
     config.save(output_dir / "config.yaml")
     return Metrics(output_dir / "metrics.jsonl", steps_done)
 

@@ -1,0 +1,250 @@
+"""train.py over real processes: however clips are laid out and whenever it is killed, the run is the same."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from safetensors.torch import load_file
+from torch import Tensor
+
+import train
+from models import VideoDiT
+from tests.distributed.helpers import run_ranks
+from tests.helpers import assert_every_gradient_says_something, fill_randomly
+from training.checkpoints import read_metrics
+from training.config import TrainConfig
+from training.data import write_shard
+from training.objective import sample_noise
+
+CHANNELS, CHUNK = 4, 3
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight random clips of 6 and of 7 frames, and a model all of whose parameters are random."""
+    folder = tmp_path_factory.mktemp("inputs")
+    for num_frames in (6, 7):
+        generator = torch.Generator().manual_seed(num_frames)
+        clips = {f"clip{i}.latents": torch.randn(CHANNELS, num_frames, 4, 4, generator=generator) for i in range(8)}
+        write_shard(folder / f"{num_frames}frames" / "clips.safetensors", clips, {"kind": "haar", "scale": 1.0})
+    model = VideoDiT(
+        in_channels=CHANNELS,
+        patch_size=2,
+        num_layers=2,
+        softmax_every_n=2,
+        num_attention_heads=2,
+        attention_head_dim=12,
+        ffn_expand_ratio=1.0,
+        chunk_frames=CHUNK,
+    )
+    fill_randomly(model).save_pretrained(folder / "transformer")
+    return folder
+
+
+def options(inputs: Path, output_dir: Path, num_frames: int, **overrides: object) -> TrainConfig:
+    values = {
+        "pretrained_model_name_or_path": str(inputs),
+        "data": {"shards": str(inputs / f"{num_frames}frames")},
+        "output_dir": str(output_dir),
+        "weight_dtype": "float64",
+        "train_batch_size": 2,
+        "max_train_steps": 20,
+        "learning_rate": 1e-3,
+        "lr_scheduler": "cosine",
+        "prediction_type": "sample",
+        "checkpointing_steps": 100,
+        "report_to": "none",
+    }
+    return TrainConfig(**{**values, **overrides})
+
+
+def as_if_launched(rank: int, world_size: int) -> None:
+    """The environment in which accelerate finds the process group that this process is already in."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+    )
+    os.environ.update(MASTER_ADDR="localhost", OMP_NUM_THREADS="1")
+    PartialState.destroy_process_group = lambda self, group=None: None  # the group is the test's
+
+
+def run_training(rank: int, world_size: int, configs: list[TrainConfig]) -> None:
+    """Several runs of train.py one after the other in the process group that this process is in."""
+    as_if_launched(rank, world_size)
+    for config in configs:
+        train.main(config)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def losses_and_weights(output_dir: Path) -> tuple[Tensor, dict[str, Tensor]]:
+    losses = torch.tensor([line["loss"] for line in read_metrics(output_dir / "metrics.jsonl")], dtype=torch.float64)
+    return losses, load_file(output_dir / "transformer" / "diffusion_pytorch_model.safetensors")
+
+
+@pytest.mark.slow
+def test_layouts_of_the_same_global_batch_are_the_same_run(inputs: Path, tmp_path: Path) -> None:
+    """cp 1, cp 2 and 3 with even and uneven shards, cp 2 × dp 2, batch against accumulation; float64 and float32."""
+    layouts = {  # name: (processes, frames, options)
+        "cp1-even": (1, 6, {}),
+        "cp1-uneven": (1, 7, {}),
+        "cp1-even-accumulated": (1, 6, {"train_batch_size": 1, "gradient_accumulation_steps": 2}),
+        "cp2-even": (2, 6, {"cp_size": 2, "gradient_checkpointing": True}),
+        "cp2-uneven": (2, 7, {"cp_size": 2}),
+        "dp2-uneven": (2, 7, {"train_batch_size": 1}),
+        "cp3-uneven": (3, 7, {"cp_size": 3}),
+        "cp2xdp2-even": (4, 6, {"cp_size": 2, "train_batch_size": 1}),
+        "cp2xdp2-uneven": (4, 7, {"cp_size": 2, "train_batch_size": 1}),
+        "cp1-single": (1, 7, {"weight_dtype": "float32"}),
+        "cp2-single": (2, 7, {"cp_size": 2, "weight_dtype": "float32"}),
+        "cp2xdp2-single": (4, 7, {"cp_size": 2, "train_batch_size": 1, "weight_dtype": "float32"}),
+    }
+    for world_size in (1, 2, 3, 4):
+        configs = [
+            options(inputs, tmp_path / name, num_frames, **overrides)
+            for name, (processes, num_frames, overrides) in layouts.items()
+            if processes == world_size
+        ]
+        run_ranks(world_size, run_training, configs)
+
+    start = load_file(inputs / "transformer" / "diffusion_pytorch_model.safetensors")
+    for name in layouts:
+        kind = next(kind for kind in ("even", "uneven", "single") if kind in name.split("-"))
+        losses, weights = losses_and_weights(tmp_path / name)
+        expected_losses, expected_weights = losses_and_weights(tmp_path / f"cp1-{kind}")
+        tolerance = 1e-4 if kind == "single" else 1e-9
+        assert len(losses) == 20
+        torch.testing.assert_close(losses, expected_losses, rtol=tolerance, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+        if kind == "single":
+            continue
+        for key, weight in weights.items():
+            assert weight.dtype == torch.float64
+            assert not torch.equal(weight, start[key].double()), f"{key} was not trained"
+            error = (weight - expected_weights[key]).norm() / expected_weights[key].norm()
+            assert error < tolerance, f"{name}: {key} differs by {error}"
+
+
+def test_every_parameter_has_a_gradient(inputs: Path, tmp_path: Path) -> None:
+    config = options(inputs, tmp_path, 7)
+    model = train.build_model(config, CHANNELS, torch.float64)
+    batch = {"latents": torch.randn(2, CHANNELS, 7, 4, 4)}
+    noise = sample_noise(config, (CHANNELS, 7, 4, 4), [0, 1], seed=0, chunk_frames=CHUNK)
+    train.clip_loss(model, batch, noise, slice(0, 7), [7], config).backward()
+    assert_every_gradient_says_something(model)
+
+
+def launch(*arguments: str, num_processes: int = 2) -> subprocess.Popen[str]:
+    flags = ["--multi_gpu", f"--num_processes={num_processes}", "--num_machines=1", "--mixed_precision=no"]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        *flags,
+        "--dynamo_backend=no",
+        "--main_process_port=0",
+    ]
+    return subprocess.Popen(
+        [*command, "train.py", *arguments],
+        cwd=Path(train.__file__).parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_the_bit(inputs: Path, tmp_path: Path) -> None:
+    """Killed while it writes its second checkpoint, across epochs, with accumulation, an average and validation on."""
+    arguments = {}
+    for name in ("whole", "killed"):
+        config = options(
+            inputs,
+            tmp_path / name,
+            7,
+            weight_dtype="float32",
+            cp_size=2,
+            train_batch_size=1,
+            gradient_accumulation_steps=3,
+            max_train_steps=40,
+            checkpointing_steps=8,
+            checkpoints_total_limit=2,
+            use_ema=True,
+            report_to="tensorboard",
+        )
+        config.save(tmp_path / f"{name}.yaml")
+        arguments[name] = ["--config", str(tmp_path / f"{name}.yaml")]
+
+    whole, _ = (process := launch(*arguments["whole"])).communicate(timeout=200)
+    assert process.returncode == 0, whole
+
+    process = launch(*arguments["killed"])
+    while not (tmp_path / "killed" / ".partial-checkpoint-16").exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.002)
+    for victim in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        victim.kill()
+    process.communicate(timeout=60)
+    assert not (tmp_path / "killed" / "checkpoint-24").exists()
+    with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "lo')  # as a kill within a write would leave it
+
+    resumed, _ = (process := launch(*arguments["killed"], "--resume_from_checkpoint=latest")).communicate(timeout=200)
+    assert process.returncode == 0, resumed
+
+    lines = {name: read_metrics(tmp_path / name / "metrics.jsonl") for name in arguments}
+    for key in ("step", "loss", "grad_norm", "lr"):
+        assert [line[key] for line in lines["killed"]] == [line[key] for line in lines["whole"]]
+    assert [line["step"] for line in lines["whole"]] == list(range(1, 41))
+    assert set(lines["whole"][0]) == {"step", "loss", "grad_norm", "lr", "frames_per_second", "memory"}
+    for name in ("transformer/diffusion_pytorch_model.safetensors", "checkpoint-40/model.safetensors"):
+        weights, expected = load_file(tmp_path / "killed" / name), load_file(tmp_path / "whole" / name)
+        assert all(torch.equal(weights[key], expected[key]) for key in expected | weights)
+    for name in arguments:
+        assert sorted(path.name for path in (tmp_path / name).glob("*checkpoint*")) == [
+            "checkpoint-32",
+            "checkpoint-40",
+        ]
+        assert list((tmp_path / name / "logs").rglob("events.out.tfevents.*"))
+        assert json.loads((tmp_path / name / "codec.json").read_text())["kind"] == "haar"
+
+
+@pytest.mark.parametrize(
+    "num_processes, arguments, message",
+    [
+        (2, ["--cp_size=3"], "cp_size 3 does not divide the 2 processes.*--multi_gpu --num_processes 3"),
+        (2, ["--lerning_rate=3"], "unknown option 'lerning_rate'; did you mean 'learning_rate'"),
+    ],
+)
+def test_mistakes_end_every_process_with_one_clear_error(
+    inputs: Path, tmp_path: Path, num_processes: int, arguments: list[str], message: str
+) -> None:
+    options(inputs, tmp_path / "out", 7).save(tmp_path / "run.yaml")
+    process = launch("--config", str(tmp_path / "run.yaml"), *arguments, num_processes=num_processes)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert re.search(message, output), output
+
+
+def too_many_ranks(rank: int, world_size: int, config: TrainConfig) -> str:
+    as_if_launched(rank, world_size)
+    with pytest.raises(ValueError, match="cp_size 2 is more than the 1 latent frames") as error:
+        train.main(config)
+    return str(error.value)
+
+
+def test_more_ranks_than_frames_is_an_error_on_every_rank(inputs: Path, tmp_path: Path) -> None:
+    write_shard(
+        tmp_path / "short" / "clips.safetensors",
+        {"clip.latents": torch.zeros(CHANNELS, 1, 4, 4)},
+        {"kind": "haar", "scale": 1.0},
+    )
+    config = options(inputs, tmp_path / "out", 7, cp_size=2, data={"shards": str(tmp_path / "short")})
+    assert len(set(run_ranks(2, too_many_ranks, config))) == 1
