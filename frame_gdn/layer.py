@@ -249,8 +249,9 @@ class BidirectionalGDN(FrameSharded):
         def frames(first: int, stop: int) -> Tensor:  # they follow one another in what was fetched
             return fetched.narrow(1, mine.index(first) if stop > first else 0, max(stop - first, 0))
 
-        past = frames(start, start + width) if T else k
-        after = frames(start + width + T, min(start + T + width, total) + width) if T else k
+        # An empty shard needs nothing of it, but takes part in its backward: keep it in the graph.
+        past = frames(start, start + width) if T else fetched[:, :0]
+        after = frames(start + width + T, min(start + T + width, total) + width) if T else past
         future = torch.cat([after, k.new_zeros(B, width - after.shape[1], *k.shape[2:])], 1)
         out = self.conv_k(k, past, future, chunk_frames, start)
         if not output_tail:

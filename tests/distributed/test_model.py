@@ -1,0 +1,168 @@
+"""The whole model over frame shards equals the whole model in one process: values, every gradient, states, errors."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from frame_gdn import parallelize
+from frame_gdn.parallel import FrameSharded
+from tests.distributed.helpers import run_ranks, split
+from tests.models.helpers import (
+    assert_same_gradients,
+    frames_of,
+    gradients,
+    tiny_inputs,
+    tiny_model,
+    weighted_sum,
+)
+
+TOLERANCE = 1e-11
+
+#: By number of ranks: uneven, empty, shorter than the halo of the short convolution, cut within a chunk.
+SHARDS = {1: [[7]], 2: [[3, 4], [6, 1]], 3: [[1, 4, 2], [4, 0, 3]], 4: [[2, 2, 2, 1], [1, 0, 5, 1]]}
+#: (chunk_frames, padded at the end, under checkpointing)
+CASES = [(None, True, False), (2, False, True), (3, True, False)]
+
+
+def case(chunk_frames: int | None, masked: bool, checkpointing: bool = False) -> tuple[Any, dict[str, Tensor]]:
+    model, inputs = tiny_model(chunk_frames=chunk_frames), tiny_inputs(7)
+    if masked:
+        inputs["frame_mask"] = (torch.arange(7) < 5).expand(2, 7)
+    if checkpointing:
+        model.train().enable_gradient_checkpointing()
+    return model, inputs
+
+
+def compare(rank: int, sizes: list[int], chunk_frames: int | None, masked: bool, checkpointing: bool) -> None:
+    """One comparison on one rank: the plain model here in one process, against the model over the group."""
+    own = split(7, sizes, rank)
+    model, inputs = case(chunk_frames, masked)
+    expected = model(**inputs, output_state=True)
+    prefix = expected.state.detach()
+    continued = model(**inputs, state=prefix).sample
+    keep = inputs.get("frame_mask", torch.ones(2, 7, dtype=torch.bool))
+    (weighted_sum(select(expected.sample, keep)) + weighted_sum(select(continued, keep))).backward()
+    expected_gradients = gradients(model)
+
+    model, inputs = case(chunk_frames, masked, checkpointing)
+    parallelize(model, dist.group.WORLD)
+    mine = frames_of(inputs, own)
+    output = model(**mine, output_state=True, frames_per_rank=sizes)
+    again = model(**mine, state=prefix).sample
+    close(output.sample, expected.sample[:, :, own])
+    close(again, continued[:, :, own])
+    assert output.state.frames == expected.state.frames
+    states = output.state.state_dict()
+    for name, tensor in expected.state.state_dict().items():
+        close(states[name], tensor)
+
+    kept = keep[:, own]
+    loss = weighted_sum(select(output.sample, kept), own.start) + weighted_sum(select(again, kept), own.start)
+    loss.backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    assert_same_gradients(gradients(model), expected_gradients, TOLERANCE)
+
+
+def select(sample: Tensor, mask: Tensor) -> Tensor:
+    return sample.masked_fill(~mask[:, None, :, None, None], 0)
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    scale = expected.abs().max().item() if expected.numel() else 0
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * scale)
+
+
+def all_cases(rank: int, size: int) -> None:
+    for sizes in SHARDS[size]:
+        for options in CASES:
+            compare(rank, sizes, *options)
+
+
+@pytest.mark.parametrize("size", SHARDS)
+def test_sharded_equals_unsharded_in_values_gradients_and_states(size):
+    run_ranks(size, all_cases)
+
+
+def no_collectives_hidden(rank: int, size: int) -> dict[str, int]:
+    """What one forward and backward of the steady state issue, by kind."""
+    model, inputs = case(2, masked=False)
+    parallelize(model, dist.group.WORLD)
+    mine = frames_of(inputs, split(7, [4, 3], rank))
+    model(**mine, frames_per_rank=[4, 3])  # the handshake
+    counted: dict[str, int] = {}
+    for name in ("all_gather_into_tensor", "all_to_all_single", "broadcast", "all_reduce", "all_gather"):
+        setattr(dist, name, counting(getattr(dist, name), name, counted))
+    sample = model(**mine, frames_per_rank=[4, 3]).sample
+    forward = dict(counted)
+    counted.clear()
+    sample.sum().backward()
+    return {"forward": forward, "backward": counted}
+
+
+def counting(function: Any, name: str, counted: dict[str, int]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        counted[name] = counted.get(name, 0) + 1
+        return function(*args, **kwargs)
+
+    return call
+
+
+def test_a_pass_costs_one_exchange_a_gdn_block_and_one_fetch_a_site():
+    # Two GDN blocks: a state exchange and a convolution's halo each; a softmax block: a gather; three temporal halos.
+    expected = {"all_gather_into_tensor": 2, "all_to_all_single": 2 + 1 + 3}
+    for counts in run_ranks(2, no_collectives_hidden):
+        assert counts == {"forward": expected, "backward": expected}
+
+
+def parallelize_in_every_way(rank: int, size: int) -> None:
+    model = tiny_model()
+    sites = [module for module in model.modules() if isinstance(module, FrameSharded)]
+    assert len(sites) == 1 + 3 + 3  # the model, three attentions, three temporal convolutions
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "cp"))
+    for given, group in (
+        (mesh, mesh.get_group("cp")),
+        (mesh["cp"], mesh.get_group("cp")),
+        (dist.group.WORLD, dist.group.WORLD),
+        (None, None),
+    ):
+        assert parallelize(model, given) is model
+        assert all(site.group is group for site in sites)
+    assert "group" not in model.config
+
+    strangers = dist.new_group([0, 1])
+    if rank >= 2:
+        with pytest.raises(ValueError, match="member"):
+            parallelize(model, strangers)
+    with pytest.raises(ValueError, match='dimension named "cp"'):
+        parallelize(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "frames")))
+    with pytest.raises(ValueError, match="Linear has no module that looks across frames"):
+        parallelize(torch.nn.Linear(2, 2), dist.group.WORLD)
+
+
+def test_parallelize_takes_a_mesh_or_a_group_and_refuses_the_rest():
+    run_ranks(4, parallelize_in_every_way)
+
+
+def disagree(rank: int, size: int) -> str:
+    model, inputs = case(2, masked=False)
+    parallelize(model, dist.group.WORLD)
+    mine = frames_of(inputs, split(7, [4, 3], rank))
+    if rank == 1:
+        mine["timestep"] = mine["timestep"][:1]
+    with pytest.raises(ValueError) as refused:
+        model(**mine)
+    mine = frames_of(inputs, split(7, [4, 3], rank))
+    with pytest.raises(ValueError, match="disagree on k: rank by rank it is .2, 3."):
+        model(**mine, chunk_frames=2 + rank)
+    return str(refused.value)
+
+
+def test_bad_input_on_one_rank_is_an_error_on_all():
+    first, second = run_ranks(2, disagree)
+    assert "rank 1 of the group refused" in first
+    assert "timestep must be" in second
