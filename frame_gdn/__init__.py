@@ -5,6 +5,7 @@ from .gdn import GDNState, bidirectional_gdn
 from .layer import BidirectionalGDN
 from .parallelize import parallelize
 from .primitive import CpFrameGdnScanResult, cp_frame_gdn_scan
+from .swap import swap, unswap
 
 __all__ = [
     "BidirectionalGDN",
@@ -13,4 +14,6 @@ __all__ = [
     "bidirectional_gdn",
     "cp_frame_gdn_scan",
     "parallelize",
+    "swap",
+    "unswap",
 ]

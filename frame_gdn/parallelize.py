@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import hosts
 from .parallel import FrameSharded, rank_and_size
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -18,7 +19,8 @@ def parallelize(model: Model, mesh_or_group: DeviceMesh | ProcessGroup | None) -
     are each rank's share, to be summed over the group. Call it on all ranks, before wrappers such as DDP or FSDP.
 
     Args:
-        model: a module all of whose sites are `FrameSharded`, such as `models.VideoDiT` or a `BidirectionalGDN`.
+        model: a module all of whose sites are `FrameSharded`, such as `models.VideoDiT` or a `BidirectionalGDN`; or a
+            transformer of diffusers that `swap` knows, whose sites are then replaced.
         mesh_or_group: the context-parallel group, or a mesh of which it is the dimension "cp" (or the only one);
             None undoes it.
 
@@ -26,6 +28,9 @@ def parallelize(model: Model, mesh_or_group: DeviceMesh | ProcessGroup | None) -
         ValueError: a model without such a site, a mesh without such a dimension, a group this process is not in.
     """
     group = cp_group(mesh_or_group)
+    host = hosts.find(model)
+    if host is not None and group is not None:
+        host.cover(model)
     sites = [module for module in model.modules() if isinstance(module, FrameSharded)]
     if not sites:
         raise ValueError(

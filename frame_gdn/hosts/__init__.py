@@ -1,0 +1,126 @@
+"""The models of diffusers that `swap` knows, and how a module of theirs changes its class and gets it back.
+
+A file a host, named in `HOSTS`, imported when a model of that host comes along (diffusers is no requirement of this
+package). It offers two functions:
+
+    replace(model, options)   put GDN in place of the host's attention in the chosen blocks; called by `swap`. Again on
+                              a swapped model, it changes the options and whatever is not swapped yet.
+    cover(model)              make every other site that looks across frames `FrameSharded`; called by `parallelize`,
+                              which then sets the group on all of them.
+
+and its replacements: subclasses `class X(Swapped, host.X)` under the host's own name, whose forward is ours. `unswap`
+needs nothing from a host: every `Swapped` module knows what it was.
+"""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ClassVar
+
+from torch import nn
+
+from ..parallel import FrameSharded
+
+#: The class of the model in diffusers -> the file of this package that knows it.
+HOSTS = {
+    "SanaWMTransformer3DModel": "sana_wm",
+    "SanaVideoTransformer3DModel": "sana_video",
+    "WanTransformer3DModel": "wan",
+}
+
+
+@dataclass(frozen=True)
+class SwapOptions:
+    """What `swap` was asked for; None is the host's own choice."""
+
+    blocks: Sequence[int] | None = None
+    start_scale: float | None = None
+    chunk_frames: int | None = None
+    backend: str = "auto"
+
+    def chosen(self, total: int) -> list[int]:
+        """The indices of the chosen blocks out of `total`, all where none were named; ValueError outside the range."""
+        if self.blocks is None:
+            return list(range(total))
+        wrong = [b for b in self.blocks if isinstance(b, bool) or not isinstance(b, int) or not 0 <= b < total]
+        if wrong or not self.blocks:
+            raise ValueError(f"blocks must be one or more indices from 0 to {total - 1}, got {list(self.blocks)}")
+        return sorted(set(self.blocks))
+
+
+class Swapped(FrameSharded):
+    """A host's module whose class was changed to ours: `class X(Swapped, host.X)`.
+
+    Parameters, children and their names stay where they are, so `state_dict()` keys do too, and a class can be had
+    back. The replacement bears the name of the class that it replaces: `compile_repeated_blocks`, `_no_split_modules`
+    and the `_class_name` that `save_pretrained` writes all go by name. It is a module-level class, so it pickles.
+
+    Attributes:
+        added: names of what a replacement adds to the instance (children, parameters, plain attributes): deleted when
+            the host's class returns.
+        backend, chunk_frames: as in `swap`.
+    """
+
+    added: ClassVar[tuple[str, ...]] = ()
+    backend: str = "auto"
+    chunk_frames: int | None = None
+
+    @classmethod
+    def host_class(cls) -> type[nn.Module]:
+        """The class that this one replaces."""
+        return next(base for base in cls.__mro__ if issubclass(base, nn.Module) and not issubclass(base, FrameSharded))
+
+    @classmethod
+    def check(cls, module: nn.Module) -> None:
+        """ValueError where the module is neither this class nor exactly what it replaces, or carries a hook."""
+        if type(module) is cls:
+            return
+        if type(module) is not cls.host_class():
+            raise ValueError(
+                f"expected a {cls.__name__} as diffusers makes it, found a {type(module).__module__}."
+                f"{type(module).__qualname__}: swap before anything wraps or replaces its modules"
+            )
+        refuse_hooks(module, "swap")
+
+    def release(self) -> list[str]:
+        """Return to the host's class; the `state_dict` keys that this drops, relative to this module."""
+        before = list(self.state_dict())
+        for name in self.added:
+            if hasattr(self, name):
+                delattr(self, name)
+        for name in ("group", "backend", "chunk_frames"):
+            self.__dict__.pop(name, None)
+        after = set(self.state_dict())
+        self.__class__ = self.host_class()  # type: ignore[assignment]
+        return [key for key in before if key not in after]
+
+
+def adopt(replacements: Sequence[tuple[nn.Module, type[Swapped]]], **attributes: Any) -> None:
+    """Change each module's class to its replacement and set the attributes; where it is that already, only the latter.
+
+    Raises ValueError as `Swapped.check`, and then changes nothing.
+    """
+    for module, replacement in replacements:
+        replacement.check(module)
+    for module, replacement in replacements:
+        module.__class__ = replacement
+        for name, value in attributes.items():
+            setattr(module, name, value)
+
+
+def refuse_hooks(module: nn.Module, what: str) -> None:
+    """A hook of diffusers or accelerate holds on to the forward it met: another class would change nothing."""
+    if "forward" in module.__dict__:
+        raise ValueError(
+            f"cannot {what}: a {type(module).__name__} carries a hook (offloading, caching, enable_parallelism) that "
+            f"holds on to its present forward. Remove the hooks, {what}, then enable them again"
+        )
+
+
+def find(model: nn.Module) -> ModuleType | None:
+    """The file in this folder that knows the model's class; None where there is none."""
+    for cls in type(model).__mro__:
+        if cls.__name__ in HOSTS and cls.__module__.split(".")[0] == "diffusers":
+            return importlib.import_module(f".{HOSTS[cls.__name__]}", __name__)
+    return None

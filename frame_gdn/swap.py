@@ -1,0 +1,82 @@
+"""`swap` and `unswap`: frame-wise GDN into a diffusers transformer, and out of it again."""
+
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TypeVar
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from . import hosts
+from .parallelize import parallelize
+from .scan import BACKENDS
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def swap(
+    model: Model,
+    *,
+    blocks: Sequence[int] | None = None,
+    start_scale: float | None = None,
+    chunk_frames: int | None = None,
+    group: ProcessGroup | None = None,
+    backend: str = "auto",
+) -> Model:
+    """Put frame-wise GDN in place of the attention of a diffusers transformer, in place; returns the model.
+
+    No `state_dict` key is renamed or dropped; keys are added only for gates that the host lacks. Called again, it
+    changes the options and swaps the blocks that are not swapped yet. Swap first, then compile, offload or wrap.
+
+    Args:
+        model: a `SanaWMTransformer3DModel` (same weights, same outputs), a `SanaVideoTransformer3DModel` (linear
+            attention to GDN, warm start) or a `WanTransformer3DModel` (chosen softmax blocks to GDN).
+        blocks: indices of the blocks to swap; None leaves the choice to the host.
+        start_scale: where the gates are new, what the key scale is multiplied by at the start; the smaller, the closer
+            to the stock model. None: the host's default.
+        chunk_frames: None: every frame sees the whole clip; c: no frame sees past the end of its chunk of c frames.
+        group: the context-parallel group over which frames are sharded; as calling `parallelize(model, group)`.
+        backend: "torch", "triton" or "auto".
+
+    Raises:
+        ValueError: a model that is not known, one that `enable_parallelism` or an offloading hook is already on, or an
+            option that this host cannot take over; nothing is changed then.
+    """
+    host = _host(model)
+    if getattr(model, "_parallel_config", None) is not None:
+        raise ValueError("enable_parallelism was called on this model: swap first, enable after")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+    for name, value in (("chunk_frames", chunk_frames), ("start_scale", start_scale)):
+        whole = not isinstance(value, bool) and isinstance(value, int)
+        if value is not None and not ((whole or (name == "start_scale" and isinstance(value, float))) and value > 0):
+            raise ValueError(f"{name} must be None or a positive number, chunk_frames a whole one, got {value!r}")
+    host.replace(model, hosts.SwapOptions(blocks, start_scale, chunk_frames, backend))
+    return model if group is None else parallelize(model, group)
+
+
+def unswap(model: Model) -> Model:
+    """Give back the original classes around the present, shared parameters, in place; returns the model.
+
+    An untrained model's output is then equal to the bit to what it was before `swap`. Gates that swap added are
+    dropped, with a warning. A model that is not swapped is returned as it is.
+
+    Raises:
+        ValueError: a model that is not known, or one with offloading hooks put on after the swap.
+    """
+    _host(model)
+    swapped = [(name, module) for name, module in model.named_modules() if isinstance(module, hosts.Swapped)]
+    for _, module in swapped:
+        hosts.refuse_hooks(module, "unswap")
+    dropped = [f"{name}.{key}" if name else key for name, module in swapped for key in module.release()]
+    if dropped:
+        warnings.warn(f"unswap dropped what swap had added: {', '.join(dropped)}", stacklevel=2)
+    return model
+
+
+def _host(model: nn.Module) -> ModuleType:
+    host = hosts.find(model)
+    if host is None:
+        raise ValueError(f"{type(model).__name__} is not known; known are: {', '.join(hosts.HOSTS)}")
+    return host
