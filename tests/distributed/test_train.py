@@ -11,18 +11,23 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import train
+from frame_gdn import parallelize
 from models import VideoDiT
 from tests.distributed.helpers import run_ranks
 from tests.helpers import assert_every_gradient_says_something, fill_randomly
 from training.checkpoints import read_metrics
 from training.config import TrainConfig
 from training.data import write_shard
-from training.objective import sample_noise
+from training.objective import sample_noise, split_frames
 
 CHANNELS, CHUNK = 4, 3
 
@@ -138,6 +143,52 @@ def test_every_parameter_has_a_gradient(inputs: Path, tmp_path: Path) -> None:
     noise = sample_noise(config, (CHANNELS, 7, 4, 4), [0, 1], seed=0, chunk_frames=CHUNK)
     train.clip_loss(model, batch, noise, slice(0, 7), [7], config).backward()
     assert_every_gradient_says_something(model)
+
+
+def train_sharded(rank: int, world_size: int, config: TrainConfig) -> tuple[list[float], dict[str, Tensor]]:
+    """Five steps at cp 2 with weights sharded over all ranks by FSDP2; each data-parallel group has its own clip."""
+    num_frames, dp_size = 7, max(1, world_size // 2)
+    frames_per_rank = split_frames(num_frames, 2 if world_size > 1 else 1)
+    model = train.build_model(config, CHANNELS, torch.float64)
+    cp_rank = 0
+    if world_size > 1:
+        mesh = init_device_mesh("cpu", (dp_size, 2), mesh_dim_names=("dp_replicate", "cp"))
+        cp_rank = mesh.get_local_rank("cp")
+        parallelize(model, mesh)
+        shards = init_device_mesh("cpu", (world_size,))
+        for block in model.blocks:
+            fully_shard(block, mesh=shards)
+        fully_shard(model, mesh=shards)
+    first = sum(frames_per_rank[:cp_rank])
+    own_frames = slice(first, first + frames_per_rank[cp_rank])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    clips = torch.randn(5, 2, CHANNELS, num_frames, 4, 4, generator=torch.Generator().manual_seed(0))
+    losses = []
+    for step, batch in enumerate(clips):
+        clip_ids = [0, 1] if world_size == 1 else [rank // 2]
+        sample_ids = [2 * step + i for i in clip_ids]
+        noise = sample_noise(config, batch.shape[1:], sample_ids, seed=0, chunk_frames=CHUNK)
+        share = train.clip_loss(model, {"latents": batch[clip_ids]}, noise, own_frames, frames_per_rank, config)
+        loss = share * len(frames_per_rank)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss.detach()
+        if world_size > 1:
+            dist.all_reduce(loss)
+        losses.append(loss.item() / world_size)
+    weights = dict(model.named_parameters())
+    whole = {name: w.full_tensor() if isinstance(w, DTensor) else w for name, w in weights.items()}
+    return losses, {name: w.detach().clone() for name, w in whole.items()}
+
+
+def test_sharded_weights_beside_the_context_parallel_mesh_are_the_same_run(inputs: Path, tmp_path: Path) -> None:
+    config = options(inputs, tmp_path, 7)
+    losses, weights = train_sharded(0, 1, config)
+    for sharded_losses, sharded_weights in run_ranks(4, train_sharded, config):
+        assert sharded_losses == pytest.approx(losses, rel=1e-9)
+        for name, weight in sharded_weights.items():
+            assert (weight - weights[name]).norm() < 1e-9 * weights[name].norm(), name
 
 
 def launch(*arguments: str, num_processes: int = 2) -> subprocess.Popen[str]:
