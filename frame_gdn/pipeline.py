@@ -56,11 +56,16 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
         num_inference_steps: int = 20,
         generator: torch.Generator | list[torch.Generator] | None = None,
         prompt_embeds: Tensor | None = None,
-        prompt_mask: Tensor | None = None,
+        prompt_attention_mask: Tensor | None = None,
     ) -> RolloutOutput:
         """The next `num_chunks` chunks of a clip at once; arguments and errors as `stream`."""
-        chunks = self.stream(first_frames, num_chunks, num_inference_steps, generator, prompt_embeds, prompt_mask)
-        return RolloutOutput(torch.cat(list(self.progress_bar(chunks, total=num_chunks)), dim=2))
+        text = {"prompt_embeds": prompt_embeds, "prompt_attention_mask": prompt_attention_mask}
+        chunks = []
+        with self.progress_bar(total=num_chunks) as progress:
+            for chunk in self.stream(first_frames, num_chunks, num_inference_steps, generator, **text):
+                chunks.append(chunk)
+                progress.update()
+        return RolloutOutput(torch.cat(chunks, dim=2))
 
     def stream(
         self,
@@ -69,7 +74,7 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
         num_inference_steps: int = 20,
         generator: torch.Generator | list[torch.Generator] | None = None,
         prompt_embeds: Tensor | None = None,
-        prompt_mask: Tensor | None = None,
+        prompt_attention_mask: Tensor | None = None,
     ) -> Iterator[Tensor]:
         """The chunks (B, C, chunk_frames, h, w) that follow the first frames, each as soon as it is clean.
 
@@ -80,7 +85,7 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
             generator: draws each chunk's noise when its turn comes, so that the first chunks of a long rollout are
                 those of a short one.
             prompt_embeds: (B, L, E) text for a model with cross-attention.
-            prompt_mask: (B, L), True where the text is no padding.
+            prompt_attention_mask: (B, L), True where the text is no padding.
 
         Raises:
             ValueError: first frames that are not a whole number of chunks.
@@ -91,7 +96,7 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
                 f"first_frames must be (B, C, T, h, w) with T a multiple of chunk_frames {chunk_frames}, "
                 f"got {tuple(first_frames.shape)}"
             )
-        text = {"encoder_hidden_states": prompt_embeds, "encoder_attention_mask": prompt_mask}
+        text = {"encoder_hidden_states": prompt_embeds, "encoder_attention_mask": prompt_attention_mask}
         clean = first_frames.to(self._execution_device, torch.promote_types(first_frames.dtype, torch.float32))
         return self._chunks(clean, num_chunks, num_inference_steps, generator, text)
 

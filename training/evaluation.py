@@ -31,7 +31,7 @@ def continue_clip(
         num_inference_steps=num_inference_steps,
         generator=torch.Generator().manual_seed(seed),
         prompt_embeds=None if text is None else text[None],
-        prompt_mask=None if text_mask is None else text_mask[None],
+        prompt_attention_mask=None if text_mask is None else text_mask[None],
     )
     return torch.cat([given, output.latents.cpu().to(given)], dim=2)[0]
 
