@@ -87,6 +87,7 @@ class Checkpoints:
         if progress != self.layout:
             raise ValueError(f"{path} was written by a run with {progress}, this one has {self.layout}")
         self.accelerator.load_state(str(path))
+        self.accelerator.step = 0  # its micro-batches, which a run of another accumulation would count on from
         return int(step)
 
     def _clean(self) -> None:
