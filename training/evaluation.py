@@ -17,12 +17,14 @@ def continue_clip(
     """A clip's first chunk and the chunks that the model rolls out from it, as many as the clip is long.
 
     Args:
-        clip: an item of `VideoLatents`: "latents" (C, T, h, w) and, for a model that reads text, its "prompt_embeds".
+        clip: an item of `VideoLatents`: "latents" (C, T, h, w) and, for a model that reads text, its "prompt_embeds"
+            and "prompt_attention_mask".
 
     Returns:
         (C, T', h, w) on the CPU; T' is T without the rest that is no whole chunk.
     """
-    latents, text, text_mask = (clip.get(name) for name in ("latents", "prompt_embeds", "prompt_attention_mask"))
+    latents = clip["latents"]
+    text_fields = [name for name in ("prompt_embeds", "prompt_attention_mask") if name in clip]
     chunk_frames = pipeline.transformer.config.chunk_frames
     given = latents[None, :, :chunk_frames]
     output = pipeline(
@@ -30,8 +32,7 @@ def continue_clip(
         num_chunks=latents.shape[1] // chunk_frames - 1,
         num_inference_steps=num_inference_steps,
         generator=torch.Generator().manual_seed(seed),
-        prompt_embeds=None if text is None else text[None],
-        prompt_attention_mask=None if text_mask is None else text_mask[None],
+        **{name: clip[name][None].to(pipeline.device) for name in text_fields},
     )
     return torch.cat([given, output.latents.cpu().to(given)], dim=2)[0]
 
