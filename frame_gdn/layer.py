@@ -167,7 +167,8 @@ class BidirectionalGDN(FrameSharded):
             check=False,
         )
         assert counts is not None
-        if output_final_state and size > 1 and 0 in counts:  # an empty shard cannot tell the size of a frame
+        # An empty shard cannot tell the size of a frame: a state's tail needs it, rank 0's past too.
+        if size > 1 and 0 in counts and (output_final_state or counts[0] == 0):
             assert self.group is not None
             S = max(row[0] for row in parallel.gather_ints([S if num_frames else 0], self.group))
 

@@ -356,14 +356,14 @@ class VideoDiTBlock(nn.Module):
             )
         else:
             h, attn_state = self.attn(h, clip, attn_state)
-        x = x + (gate1 * h.view_as(x)).to(x.dtype)
+        x = x + gate1 * h.view_as(x)  # under autocast the residual stream is float32
 
         if self.cross_attn is not None:
             x = x + self.cross_attn(x.flatten(1, 2), text, text_bias).view_as(x)
 
         h = (self.norm2(x) * (1 + scale2) + shift2).to(x.dtype)
         h, tail = self.ff(h, height, width, clip, None if state is None else state.conv_tail)
-        x = x + (gate2 * h).to(x.dtype)
+        x = x + gate2 * h
         return x, None if clip.active is None else BlockState(attn_state, tail)
 
 

@@ -24,7 +24,7 @@ from tests.models.helpers import (
 TOLERANCE = 1e-11
 
 #: By number of ranks: uneven, empty, shorter than the halo of the short convolution, cut within a chunk.
-SHARDS = {1: [[7]], 2: [[3, 4], [6, 1]], 3: [[1, 4, 2], [4, 0, 3]], 4: [[2, 2, 2, 1], [1, 0, 5, 1]]}
+SHARDS = {1: [[7]], 2: [[3, 4], [6, 1]], 3: [[1, 4, 2], [4, 0, 3]], 4: [[2, 2, 2, 1], [0, 1, 0, 6]]}
 #: (chunk_frames, padded at the end, under checkpointing)
 CASES = [(None, True, False), (2, False, True), (3, True, False)]
 
