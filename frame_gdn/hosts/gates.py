@@ -1,0 +1,157 @@
+"""What Wan and SanaVideo share: GDN on the projections and norms of a host that has no gates, and a model whose
+configuration remembers them."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from diffusers.configuration_utils import FrozenDict
+from torch import Tensor, nn
+from torch.nn.utils import skip_init
+
+from ..gdn import bidirectional_gdn
+from ..layer import apply_rotary
+from ..torch_kernels import accumulation_dtype
+from . import SwapOptions, Swapped
+from .clip import Clip
+
+#: What a frame forgets of the state at the start, 1 - g: so little that a clip's first and last frame weigh the same.
+START_FORGETTING = 1e-4
+
+#: The entry of a model's configuration that holds the arguments of `SwapOptions`.
+CONFIG_KEY = "frame_gdn"
+
+
+class GatedAttention(Swapped):
+    """A host's `attn1`: GDN where it has gates, the host's own attention where it has none.
+
+    The host's `to_q`, `to_k`, `to_v`, `norm_q`, `norm_k` and `to_out` are kept and called. Gates (SANA-WM's names):
+    `beta_proj` and `gate_proj` (H, C), `A_log` and `dt_bias` (H), float32.
+
+    With q, k after norm and ReLU and the gates as they start (β the same for all tokens, g next to 1), numerator and
+    denominator both scale with β and the key scale, which cancel, and what the delta rule erases goes with its square:
+    as `start_scale` shrinks, GDN tends to linear attention (Σ v k~ᵀ) q~ / (Σ k)ᵀ q.
+
+    Attributes:
+        start_scale: multiplies the key scale 1/√(D·S). It stays where it is in training, in which `norm_k.weight` and
+            β set the strength of the delta rule.
+    """
+
+    added = ("beta_proj", "gate_proj", "A_log", "dt_bias", "start_scale")
+    processor_class: ClassVar[type]
+
+    @classmethod
+    def check(cls, module: nn.Module) -> None:
+        super().check(module)
+        if type(module.processor) is not cls.processor_class:
+            raise ValueError(
+                f"expected attention by {cls.processor_class.__name__}, found {type(module.processor).__name__}: "
+                "swap would silently undo it"
+            )
+        if module.norm_q is None or module.norm_k is None:
+            raise ValueError("qk_norm None: without a norm on the keys the recurrence has no bound")
+
+    @property
+    def has_gates(self) -> bool:
+        return "A_log" in self._parameters
+
+    def add_gates(self, start_scale: float) -> None:
+        """Gates as they start, unless there are some already; new ones are in memory even while a model is built on
+        the meta device, so that a load that does not know them leaves them at their start."""
+        self.start_scale = start_scale
+        if self.has_gates:
+            return
+        norm: Tensor = self.norm_k.weight  # of the dtype that is computed in, whatever the projections are stored as
+        device = torch.device("cpu") if norm.is_meta else norm.device
+        for name in ("beta_proj", "gate_proj"):
+            linear = skip_init(nn.Linear, self.to_q.in_features, self.heads, device=device, dtype=norm.dtype)
+            nn.init.zeros_(linear.weight)
+            nn.init.zeros_(linear.bias)
+            setattr(self, name, linear)
+        wide = accumulation_dtype(norm.dtype)
+        dt_bias = math.log(math.expm1(-math.log1p(-START_FORGETTING)))  # g = exp(-softplus(dt_bias))
+        for name, value in (("A_log", 0.0), ("dt_bias", dt_bias)):
+            self._parameters[name] = nn.Parameter(torch.full((self.heads,), value, device=device, dtype=wide))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k after norm, and v, each (B, N, H, D)."""
+        v = self.to_v(x)
+        q, k = self.norm_q(self.to_q(x)), self.norm_k(self.to_k(x))
+        q, k, v = (t.to(v.dtype).unflatten(-1, (self.heads, -1)) for t in (q, k, v))
+        return q, k, v
+
+    def gdn(self, x: Tensor, clip: Clip) -> Tensor:
+        """(B, N_local, C) after the host's modulation -> (B, N_local, C) before `to_out`."""
+        q, k, v = self.project(x)
+        frames = x.unflatten(1, (clip.frames, -1))
+        key_scale = self.start_scale * (k.shape[-1] * frames.shape[2]) ** -0.5
+        q, k = F.relu(q), F.relu(k) * key_scale
+        rotary = clip.pairs(x.device)
+        gate = self.gate_proj(frames.mean(2))
+        wide = accumulation_dtype(gate.dtype)
+        decay = torch.exp(-self.A_log.to(wide).exp() * F.softplus(gate.to(wide) + self.dt_bias.to(wide)))
+        out, _ = bidirectional_gdn(
+            q, k, v, self.beta_proj(x).sigmoid(), decay,
+            q_rot=apply_rotary(q, *rotary), k_rot=apply_rotary(k, *rotary), chunk_frames=clip.chunk_frames,
+            group=self.group, frames_per_rank=clip.counts, backend=self.backend,
+        )  # fmt: skip
+        return out.flatten(2)
+
+
+class GatedModel(Swapped):
+    """A swapped model that keeps in its configuration what `swap` was asked for, so that `save_pretrained` and
+    `from_pretrained` of this class keep its gates. (diffusers' own class would drop them, with a warning only.)"""
+
+    _internal_dict: FrozenDict
+
+    def enable_parallelism(self, **kwargs: Any) -> None:
+        raise ValueError("a swapped model is sharded by frames: frame_gdn.parallelize(model, group)")
+
+    def release(self) -> list[str]:
+        config = {key: value for key, value in self._internal_dict.items() if key != CONFIG_KEY}
+        dropped = super().release()
+        self._internal_dict = FrozenDict(config)
+        return dropped
+
+
+def open_gates(
+    model: nn.Module, attentions: Mapping[int, nn.Module], options: SwapOptions, start_scale: float
+) -> None:
+    """Give gates to the attentions (by number of their block), and note it in the model's configuration.
+
+    Args:
+        options: of the call of `swap`; its start_scale None keeps that of an earlier call, else takes `start_scale`.
+    """
+    host: Any = model
+    kept = (host.config.get(CONFIG_KEY) or {}).get("start_scale")
+    start_scale = options.start_scale or kept or start_scale
+    for attention in attentions.values():
+        assert isinstance(attention, GatedAttention)
+        attention.add_gates(start_scale)
+    noted = {"blocks": sorted(attentions), "start_scale": start_scale, "chunk_frames": options.chunk_frames}
+    host.register_to_config(**{CONFIG_KEY: noted})
+
+
+def swapping_init(
+    host_init: Callable[..., None], replace: Callable[[nn.Module, SwapOptions], None]
+) -> Callable[..., None]:
+    """The `__init__` of a thin subclass of a host: the host's own, then `replace` by the configuration's `frame_gdn`.
+
+    diffusers reads the signature to tell what of a configuration belongs to a class: it is the host's and one more.
+    """
+
+    @wraps(host_init)
+    def init(self: nn.Module, *args: Any, frame_gdn: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        host_init(self, *args, **kwargs)
+        replace(self, SwapOptions(**(frame_gdn or {})))
+
+    signature = inspect.signature(host_init)
+    mine = inspect.Parameter(CONFIG_KEY, inspect.Parameter.KEYWORD_ONLY, default=None)
+    init.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*signature.parameters.values(), mine]
+    )
+    return init

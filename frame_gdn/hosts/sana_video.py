@@ -1,0 +1,180 @@
+"""SanaVideo (`SanaVideoTransformer3DModel`): linear attention becomes GDN, which starts out next to it.
+
+What looks across frames: `attn1` (the sums of linear attention run over all tokens), the feed-forward's temporal
+convolution, and the rotary positions. All are replaced whatever blocks are chosen, and do what the host does where a
+block is not chosen, frames are not sharded and no chunks were asked for.
+Source of the formulas: `transformer_sana_video.py` of diffusers.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_processor import Attention as _Attention
+from diffusers.models.transformers import transformer_sana_video as host
+from torch import Tensor, nn
+
+from .. import parallel
+from ..layer import apply_rotary
+from ..torch_kernels import accumulation_dtype
+from . import SwapOptions, Swapped, adopt
+from .clip import Clip, ClipRotary
+from .gates import GatedAttention, GatedModel, open_gates, swapping_init
+
+#: What the key scale is multiplied by unless `swap` is told otherwise: benchmarks/results/sana_video_start.json.
+START_SCALE = 0.1
+
+
+def replace(model: nn.Module, options: SwapOptions) -> None:
+    """Swap the chosen blocks; ValueError for chunk_frames while some are not, whose linear attention sees all frames.
+
+    `start_scale` None is `START_SCALE`.
+    """
+    blocks: Any = model.transformer_blocks
+    chosen = {*options.chosen(len(blocks)), *(i for i, block in enumerate(blocks) if hasattr(block.attn1, "A_log"))}
+    if options.chunk_frames is not None and len(chosen) < len(blocks):
+        raise ValueError("chunk_frames needs all blocks swapped: linear attention sees the whole clip")
+    adopt(
+        [(model, SanaVideoTransformer3DModel), *_sites(model)],
+        backend=options.backend,
+        chunk_frames=options.chunk_frames,
+    )
+    open_gates(model, {index: blocks[index].attn1 for index in chosen}, options, START_SCALE)
+
+
+def cover(model: nn.Module) -> None:
+    """Make every site right over shards; a swapped model is already."""
+    if not isinstance(model, SanaVideoTransformer3DModel):
+        adopt(_sites(model))
+
+
+def _sites(model: Any) -> list[tuple[nn.Module, type[Swapped]]]:
+    sites: list[tuple[nn.Module, type[Swapped]]] = [(model.rope, WanRotaryPosEmbed)]
+    for block in model.transformer_blocks:
+        sites += [(block, SanaVideoTransformerBlock), (block.attn1, Attention), (block.ff, GLUMBTempConv)]
+    return sites
+
+
+class WanRotaryPosEmbed(ClipRotary, host.WanRotaryPosEmbed):
+    """Positions from the shard's first frame on, and the clip."""
+
+
+class Attention(GatedAttention, _Attention):
+    """GDN, or the host's linear attention with its two sums taken over all ranks."""
+
+    processor_class = host.SanaLinearAttnProcessor3_0
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        rotary_emb: Clip,
+    ) -> Tensor:
+        """(B, N_local, C) -> (B, N_local, C)"""
+        clip = rotary_emb
+        if self.has_gates:
+            out = self.gdn(hidden_states, clip)
+        elif clip.is_plain:
+            return super().forward(hidden_states, rotary_emb=clip.tables(hidden_states.device))
+        else:
+            out = self._linear(hidden_states, clip)
+        return self.to_out[1](self.to_out[0](out))
+
+    def _linear(self, x: Tensor, clip: Clip) -> Tensor:
+        q, k, v = self.project(x)
+        q, k = F.relu(q), F.relu(k)
+        rotary = clip.pairs(x.device)
+        wide = accumulation_dtype(v.dtype)
+        q_rot, k_rot = apply_rotary(q, *rotary).to(wide), apply_rotary(k, *rotary).to(wide)
+        q, k = q.to(wide), k.to(wide)
+        own = torch.einsum("bnhd,bnhe->bhde", v.to(wide), k_rot), k.sum(1).unsqueeze(2)
+        sums = parallel.gather_frames(torch.cat(own, 2)[:, None], self.group, [1] * len(clip.counts)).sum(1)
+        out = torch.einsum("bhde,bnhe->bnhd", sums[:, :, :-1], q_rot)
+        out = out / (torch.einsum("bhe,bnhe->bnh", sums[:, :, -1], q) + 1e-15).unsqueeze(-1)
+        return out.to(x.dtype).flatten(2)
+
+
+class GLUMBTempConv(Swapped, host.GLUMBTempConv):
+    """The feed-forward; its temporal convolution sees the neighbouring shards' frames and no frame past its chunk.
+
+    Attributes:
+        counts: every rank's number of frames, as the block said before the call.
+    """
+
+    added = ("counts",)
+    counts: list[int]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(B, T_local, h, w, C) -> the same shape"""
+        if self.chunk_frames is None and len(self.counts) == 1:
+            return super().forward(hidden_states)
+        images = hidden_states.flatten(0, 1).permute(0, 3, 1, 2)
+        value, gate = self.conv_depth(self.nonlinearity(self.conv_inverted(images))).chunk(2, 1)
+        x = self.conv_point(value * self.nonlinearity(gate))
+        x = x.flatten(2).unflatten(0, hidden_states.shape[:2])  # (B, T_local, C, S)
+        x = x + self._temporal(x)
+        return x.transpose(2, 3).reshape(hidden_states.shape)
+
+    def _temporal(self, x: Tensor) -> Tensor:
+        """`conv_temp`, width 3, over each chunk between the frames around it that it may see."""
+        rank, _ = parallel.rank_and_size(self.group)
+        start, frames = sum(self.counts[:rank]), x.shape[1]
+        stop, total = start + frames, sum(self.counts)
+        past, future = parallel.halo(x, 1, 1, self.group, self.counts)
+        around = torch.cat([past, x, future], 1).transpose(1, 2)  # (B, C, T_local + 2, S): frame t is at t - start + 1
+        size = self.chunk_frames or total
+        ends = [end for end in range(start + 1, stop + 1) if end % size == 0 or end == stop]
+        out, first = [], start
+        for end in ends:
+            sees_next = end == stop and end % size != 0
+            window = around[:, :, first - start : end - start + 1 + sees_next]
+            out.append(self.conv_temp(window)[:, :, 1 : end - first + 1])
+            first = end
+        return torch.cat(out, 2).transpose(1, 2)
+
+
+class SanaVideoTransformerBlock(Swapped, host.SanaVideoTransformerBlock):
+    """The host's block, which tells its feed-forward where the frames are."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        timestep: Tensor | None = None,
+        frames: int | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        rotary_emb: Clip | None = None,
+    ) -> Tensor:
+        """As in the host."""
+        assert rotary_emb is not None
+        self.ff.counts = rotary_emb.counts
+        return super().forward(
+            hidden_states,
+            attention_mask,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            timestep,
+            frames,
+            height,
+            width,
+            rotary_emb,
+        )
+
+
+class SanaVideoTransformer3DModel(GatedModel, host.SanaVideoTransformer3DModel):
+    """The model, swapped from the start where it is built or loaded under this name; A_log and dt_bias stay float32
+    whatever the load's `torch_dtype`.
+
+    Args:
+        frame_gdn: arguments of `SwapOptions`; the others are the host's.
+    """
+
+    _keep_in_fp32_modules = ["A_log", "dt_bias"]
+    _repeated_blocks = ["SanaVideoTransformerBlock"]
+
+    __init__ = swapping_init(host.SanaVideoTransformer3DModel.__init__, replace)
