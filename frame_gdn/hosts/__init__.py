@@ -16,7 +16,7 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
@@ -65,6 +65,10 @@ class Swapped(FrameSharded):
     added: ClassVar[tuple[str, ...]] = ()
     backend: str = "auto"
     chunk_frames: int | None = None
+
+    if TYPE_CHECKING:  # its children are the host's, whose types nobody stated
+
+        def __getattr__(self, name: str) -> Any: ...
 
     @classmethod
     def host_class(cls) -> type[nn.Module]:

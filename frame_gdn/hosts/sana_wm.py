@@ -1,0 +1,570 @@
+"""SANA-WM (`SanaWMTransformer3DModel`): the same weights and outputs, other arithmetic around them.
+
+What looks across frames: the short convolutions, the two scans of a GDN block, the two softmax attentions of every
+n-th block, the feed-forward's temporal convolution, and the rotary positions. Each of them is replaced here, and with
+them what they are called by, so that one `Clip` made at the model's door reaches all of them.
+Source of the formulas: `transformer_sana_wm.py` of diffusers 0.42, after NVlabs/Sana.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from dataclasses import replace as changed
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers import transformer_sana_wm as host
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from .. import parallel
+from ..gdn import bidirectional_gdn
+from ..layer import TemporalShortConv
+from ..torch_kernels import accumulation_dtype
+from . import SwapOptions, Swapped, adopt
+
+# --- the host's two functions -----------------------------------------------------------------------------------
+
+
+def replace(model: nn.Module, options: SwapOptions) -> None:
+    """Swap the chosen blocks; ValueError for start_scale, and for chunk_frames on some of the blocks only."""
+    if options.start_scale is not None:
+        raise ValueError(
+            "start_scale is for hosts whose gates are new: SanaWMTransformer3DModel keeps its own weights"
+        )
+    blocks: Any = model.blocks
+    chosen = options.chosen(len(blocks))
+    if options.chunk_frames is not None and len(chosen) < len(blocks):
+        raise ValueError("chunk_frames needs all blocks swapped: diffusers' own attention looks past a chunk's end")
+    sites: list[tuple[nn.Module, type[Swapped]]] = [(model, SanaWMTransformer3DModel)]
+    sites += [(block, SanaVideoMSCamCtrlBlock) for block in blocks]
+    for index in chosen:
+        sites += [(m, REPLACEMENTS[type(m).__name__]) for m in blocks[index].modules() if _has_replacement(m)]
+    adopt(sites, backend=options.backend, chunk_frames=options.chunk_frames)
+
+
+def cover(model: nn.Module) -> None:
+    """Swap every block that is not: none of diffusers' sites is right over shards."""
+    if isinstance(model, SanaWMTransformer3DModel):
+        replace(model, SwapOptions(chunk_frames=model.chunk_frames, backend=model.backend))
+    else:
+        replace(model, SwapOptions())
+
+
+def _has_replacement(module: nn.Module) -> bool:
+    found = REPLACEMENTS.get(type(module).__name__)
+    return found is not None and isinstance(module, found.host_class())
+
+
+# --- a clip -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One call's clip as every site sees it; it rides where the host passes `frame_valid_mask`.
+
+    Attributes:
+        counts: every rank's number of frames; `start` ... `start + frames - 1` are here.
+        chunk_frames: no frame sees past the end of its chunk; None means one chunk.
+        mask: (B, T_local) bool, the frames here that are not padding; `clip_mask` (B, T) those of all ranks. None: all
+            are.
+    """
+
+    counts: list[int]
+    start: int
+    frames: int
+    chunk_frames: int | None
+    mask: Tensor | None = None
+    clip_mask: Tensor | None = None
+
+    def to(self, device: torch.device) -> "Clip":
+        """The clip for a block that lives on this device."""
+        if self.mask is None or self.clip_mask is None:
+            return self
+        return changed(self, mask=self.mask.to(device), clip_mask=self.clip_mask.to(device))
+
+    def select(self, x: Tensor) -> Tensor:
+        """Tokens x (B, N, C) with zeros in padded frames: selected, not multiplied, so that no NaN passes."""
+        if self.mask is None:
+            return x
+        tokens = self.mask.repeat_interleave(x.shape[1] // self.frames, 1, output_size=x.shape[1])
+        return torch.where(tokens[..., None], x, 0.0)
+
+    def horizons(self) -> Iterator[tuple[int, int, int]]:
+        """(first, last, end): of the frames here, first ... last - 1 attend to frames 0 ... end - 1 of the clip."""
+        total, stop = sum(self.counts), self.start + self.frames
+        if self.chunk_frames is None:
+            yield 0, self.frames, total
+            return
+        first = self.start
+        while first < stop:
+            end = min((first // self.chunk_frames + 1) * self.chunk_frames, total)
+            last = min(end, stop)
+            yield first - self.start, last - self.start, end
+            first = last
+
+
+def locate(site: Swapped, x: Tensor, frames: int, frame_valid_mask: "Tensor | Clip | None") -> Clip:
+    """The clip of a call of `site`, unless the model has made it already; x's first dimension is the batch.
+
+    One tiny exchange under a group. Raises ValueError for a mask that is not one of 0/1 a frame, on all ranks alike.
+    """
+    if isinstance(frame_valid_mask, Clip):
+        return frame_valid_mask.to(x.device)
+    with parallel.checked(site.group):
+        mask = None if frame_valid_mask is None else as_bool(frame_valid_mask, x.shape[0], frames).to(x.device)
+    rank, _ = parallel.rank_and_size(site.group)
+    counts = parallel.agree(
+        parallel.Call("other", x.shape[0], 0, 0, x.dtype, mask is not None, frames, site.chunk_frames or 0),
+        site.group,
+        None,
+        positions=True,
+        check=False,
+    )
+    assert counts is not None
+    if 0 in counts:
+        raise ValueError(f"every rank needs at least one frame, the ranks hold {counts}")
+    clip_mask = None if mask is None else parallel.gather_frames(mask, site.group, counts)
+    return Clip(counts, sum(counts[:rank]), frames, site.chunk_frames, mask, clip_mask)
+
+
+def as_bool(mask: Tensor, batch: int, frames: int) -> Tensor:
+    """A mask of frames in one of the host's shapes, (B, 1, T, 1, 1), (B, 1, T) or (B, T), as bool (B, T).
+
+    Anything but 0 and 1 is a ValueError: the scan selects frames, it does not weigh them. (That look costs a
+    synchronisation, which a bool mask does not.)
+    """
+    flat = mask[:, 0, :, 0, 0] if mask.dim() == 5 else mask[:, 0] if mask.dim() == 3 and mask.shape[1] == 1 else mask
+    if tuple(flat.shape) != (batch, frames):
+        raise ValueError(
+            f"frame_valid_mask must be (B, 1, T, 1, 1), (B, 1, T) or (B, T) with B {batch} and T {frames}, got "
+            f"{tuple(mask.shape)}"
+        )
+    if flat.dtype == torch.bool:
+        return flat
+    if not bool(((flat == 0) | (flat == 1)).all()):
+        raise ValueError("frame_valid_mask must be bool, or hold nothing but 0 and 1: a frame is there or it is not")
+    return flat != 0
+
+
+# --- what looks across frames -----------------------------------------------------------------------------------
+
+
+class SanaWMTemporalShortConvolution(Swapped, host.SanaWMTemporalShortConvolution):
+    """The short convolution without its second pass over flipped frames (`layer.TemporalShortConv`)."""
+
+    def forward(self, hidden_states: Tensor, num_frames: int, clip: Clip | None = None) -> Tensor:
+        """(B, N, C) -> (B, N, C)"""
+        clip = clip or locate(self, hidden_states, num_frames, None)
+        x = hidden_states.unflatten(1, (num_frames, -1))
+        reach = self.kernel_size - 1
+        past, future = parallel.halo(x, reach, reach, self.group, clip.counts)
+        out = TemporalShortConv.forward(self, x, past, future, clip.chunk_frames, clip.start)
+        if self.bias is not None:
+            out = out + 2 * self.bias.to(out.dtype)  # as often as the host's two passes add it
+        return out.flatten(1, 2)
+
+
+class GLUMBConvTemp(Swapped, host.GLUMBConvTemp):
+    """The feed-forward; its temporal convolution sees the neighbouring shards' frames and no frame past its chunk."""
+
+    def forward(self, hidden_states: Tensor, HW: tuple[int, int, int], clip: Clip | None = None) -> Tensor:
+        """(B, N, C) -> (B, N, C)"""
+        frames, height, width = HW
+        clip = clip or locate(self, hidden_states, frames, None)
+        images = hidden_states.reshape(-1, height, width, hidden_states.shape[-1]).permute(0, 3, 1, 2)
+        rows = max(1, INDEXABLE // (self.inverted_conv.conv.out_channels * height * width))
+        parts = [self._spatial(some) for some in images.split(rows)]
+        x = parts[0] if len(parts) == 1 else torch.cat(parts)
+        x = x.flatten(2).unflatten(0, (-1, frames)).transpose(1, 2)  # (B, C, T, S)
+        x = x + self._temporal(x, clip)
+        return x.permute(0, 2, 3, 1).reshape(hidden_states.shape)
+
+    def _spatial(self, images: Tensor) -> Tensor:
+        value, gate = self.depth_conv(self.inverted_conv(images)).chunk(2, 1)
+        out: Tensor = self.point_conv(value * self.glu_act(gate))
+        return out
+
+    def _temporal(self, x: Tensor, clip: Clip) -> Tensor:
+        """`t_conv` of x (B, C, T, S), whose own padding is the zeros beyond the clip or the chunk."""
+        reach = self.t_conv.kernel_size[0] // 2
+        if self.group is None and clip.chunk_frames is None:
+            out: Tensor = self.t_conv(x)
+            return out
+        left, right = parallel.halo(x.transpose(1, 2), reach, reach, self.group, clip.counts)
+        left, right = left.transpose(1, 2), right.transpose(1, 2)
+        if clip.chunk_frames is None:
+            out = self.t_conv(torch.cat([left, x, right], 2))
+            return out[:, :, reach : reach + clip.frames]
+        # A chunk with the past that it sees is one window; windows lie in the batch, and the future is their padding.
+        size = clip.chunk_frames
+        before, after = clip.start % size, -(clip.start + clip.frames) % size
+        whole = [F.pad(left, (0, 0, before, 0)), x]
+        if after:
+            whole.append(F.pad(right[:, :, :after], (0, 0, 0, max(after - reach, 0))))
+        windows = torch.cat(whole, 2).unfold(2, size + reach, size).permute(0, 2, 1, 4, 3)
+        out = self.t_conv(windows.flatten(0, 1))[:, :, reach:]
+        out = out.unflatten(0, windows.shape[:2]).permute(0, 2, 1, 3, 4).flatten(2, 3)
+        return out[:, :, before : before + clip.frames]
+
+
+#: cuDNN and ATen index a convolution's tensor by 32 bits; the host splits the images at the same size.
+INDEXABLE = host._INT32_SAFE_CONV_ELEMENTS
+
+
+class _Attention(Swapped):
+    """What the two attentions of the host share: projections, main and camera branch, output gate."""
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        HW: tuple[int, int, int] | None = None,
+        rotary_emb: Tensor | None = None,
+        block_mask: Tensor | None = None,
+        camera_conditions: Tensor | None = None,
+        chunk_size: int | None = None,
+        *,
+        frame_valid_mask: Tensor | Clip | None = None,
+        ucpe_ray_transforms: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None,
+    ) -> Tensor:
+        """(B, N, C) -> (B, N, C); arguments as in the host."""
+        if HW is None:
+            raise ValueError("HW (T, H, W) must be provided")
+        clip = locate(self, x, HW[0], frame_valid_mask)
+        seen = clip.select(x)
+        gates = self._gates(x, clip)
+        out = self._main(self._qkv(self.qkv(seen).chunk(3, -1), "", clip), gates, rotary_emb, clip)
+        if camera_conditions is not None:
+            rays = ucpe_ray_transforms
+            if rays is None:
+                rays = host._prepare_ucpe_ray_transforms(
+                    self.cam_head_dim, camera_conditions, HW, self.patch_size, rotary_emb
+                )
+            projected = self.q_proj_cam(seen), self.k_proj_cam(seen), self.v_proj_cam(seen)
+            cam = self._camera(self._qkv(projected, "_cam", clip), gates, rays, clip)
+            out = out + self.out_proj_cam(cam.flatten(2))
+        if self.output_gate is not None:
+            out = out * F.silu(self.output_gate(x).to(accumulation_dtype(x.dtype)))
+        projection: Tensor = self.proj(out.to(x.dtype))
+        return projection
+
+    def _qkv(self, projected: Sequence[Tensor], branch: str, clip: Clip) -> list[Tensor]:
+        """Queries, keys and values (B, N, H, D) of a branch, "" or "_cam": convolution, norm, feature map."""
+        result = []
+        for name, t in zip("qkv", projected, strict=True):
+            t = clip.select(t)
+            convolution = getattr(self, f"conv_{name}{branch}", None)
+            if convolution is not None:
+                t = convolution(t, clip.frames, clip)
+            if name != "v":
+                t = self._features(getattr(self, f"{name}_norm{branch}")(t))
+            result.append(t.unflatten(-1, (self.heads, -1)))
+        return result
+
+    def _gates(self, x: Tensor, clip: Clip) -> Any:
+        return None
+
+    def _features(self, x: Tensor) -> Tensor:
+        return x
+
+    def _main(self, qkv: Sequence[Tensor], gates: Any, rotary_emb: Tensor | None, clip: Clip) -> Tensor:
+        raise NotImplementedError
+
+    def _camera(self, qkv: Sequence[Tensor], gates: Any, rays: Sequence[Any], clip: Clip) -> Tensor:
+        raise NotImplementedError
+
+
+class BidirectionalGDNUCPESinglePathLiteLA(_Attention, host.BidirectionalGDNUCPESinglePathLiteLA):
+    """GDN of the main branch and, numerator only, of the camera branch, each as one `bidirectional_gdn`."""
+
+    def _gates(self, x: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+        """beta (B, N, H) and decay (B, T, H)"""
+        gate = self.gate_proj(x.unflatten(1, (clip.frames, -1)).mean(2))
+        wide = accumulation_dtype(gate.dtype)
+        rate = self.A_log.to(wide).exp()
+        decay = torch.exp(-rate * F.softplus(gate.to(wide) + self.dt_bias.to(wide)))
+        return self.beta_proj(x).sigmoid(), decay
+
+    def _features(self, x: Tensor) -> Tensor:
+        out: Tensor = self.kernel_func(x)
+        return out
+
+    def _main(self, qkv: Sequence[Tensor], gates: Any, rotary_emb: Tensor | None, clip: Clip) -> Tensor:
+        q, k, v = qkv
+        k = k * key_scale(k, clip)
+        q_rot = k_rot = None
+        if rotary_emb is not None:
+            q_rot, k_rot = rotate(q, rotary_emb).to(q.dtype), rotate(k, rotary_emb).to(k.dtype)
+        out, _ = bidirectional_gdn(
+            q, k, v, *gates,
+            q_rot=q_rot, k_rot=k_rot, mask=clip.mask, chunk_frames=clip.chunk_frames, eps=self.attn.eps,
+            group=self.group, frames_per_rank=clip.counts, backend=self.backend,
+        )  # fmt: skip
+        return out.flatten(2)
+
+    def _camera(self, qkv: Sequence[Tensor], gates: Any, rays: Sequence[Any], clip: Clip) -> Tensor:
+        q, k, v = qkv
+        k = k * key_scale(k, clip)
+        beta, decay = gates
+        q_ray, k_ray, v_ray = into_rays((q, k, v), rays)
+        inflation = ((norm(k_ray) / norm(k)) ** 2).unflatten(1, (clip.frames, -1)).mean(2, keepdim=True)
+        beta = (beta.unflatten(1, (clip.frames, -1)) / inflation.clamp_min(1.0)).flatten(1, 2)
+        out, _ = bidirectional_gdn(
+            q_ray, k_ray, v_ray, beta, decay,
+            mask=clip.mask, chunk_frames=clip.chunk_frames, normalize=False,
+            group=self.group, frames_per_rank=clip.counts, backend=self.backend,
+        )  # fmt: skip
+        return out_of_rays(out, rays)
+
+
+#: What the host casts to where its softmax would meet float32.
+HALF = torch.bfloat16
+
+
+class _SoftmaxUCPESinglePathLiteLA(_Attention, host._SoftmaxUCPESinglePathLiteLA):
+    """The softmax block's two attentions through diffusers' dispatcher, so that `set_attention_backend` reaches them.
+
+    The arithmetic is the host's: bfloat16 where it casts; padded keys of the main branch count as zeros, those of the
+    camera branch do not count; the camera's scale is that of the head dimension it pads to.
+    """
+
+    def _main(self, qkv: Sequence[Tensor], gates: Any, rotary_emb: Tensor | None, clip: Clip) -> Tensor:
+        q, k, v = qkv
+        if rotary_emb is not None:
+            q, k = rotate(q, rotary_emb).to(q.dtype), rotate(k, rotary_emb).to(k.dtype)
+        dtype = HALF if q.dtype == torch.float32 else q.dtype
+        q, k, v = (clip.select(t.flatten(2)).view(t.shape).to(dtype) for t in (q, k, v))
+        return attend(q, k, v, clip, self.group).flatten(2).to(qkv[2].dtype)
+
+    def _camera(self, qkv: Sequence[Tensor], gates: Any, rays: Sequence[Any], clip: Clip) -> Tensor:
+        q, k, v = (clip.select(t.flatten(2)).view(t.shape).to(HALF) for t in into_rays(qkv, rays))
+        D = q.shape[-1]
+        padded = D if D in (32, 64, 128, 256) or D > 256 else 128 if D <= 128 else 256
+        out = attend(q, k, v, clip, self.group, allowed=clip.clip_mask, scale=padded**-0.5)
+        out = clip.select(out.flatten(2)).view(out.shape)
+        return out_of_rays(out.to(qkv[2].dtype), rays)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    clip: Clip,
+    group: ProcessGroup | None,
+    *,
+    allowed: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Softmax attention of q, k, v (B, N, H, D) over the clip's frames, under chunk_frames over those up to the end of
+    a chunk; `allowed` (B, T): which of them hold keys."""
+    tokens = q.shape[1] // clip.frames
+    if len(clip.counts) > 1:
+        kv = torch.stack([k, v], 2).unflatten(1, (clip.frames, tokens))
+        k, v = parallel.gather_frames(kv, group, clip.counts).flatten(1, 2).unbind(2)
+    if allowed is not None:  # a sample that is all padding attends to all of it: its softmax must be finite
+        allowed = allowed | ~allowed.any(1, keepdim=True)
+        allowed = allowed.repeat_interleave(tokens, 1, output_size=k.shape[1])[:, None, None]
+    out = [
+        dispatch_attention_fn(
+            q[:, first * tokens : last * tokens],
+            k[:, : end * tokens],
+            v[:, : end * tokens],
+            attn_mask=None if allowed is None else allowed[..., : end * tokens],
+            scale=scale,
+        )
+        for first, last, end in clip.horizons()
+    ]
+    return out[0] if len(out) == 1 else torch.cat(out, 1)
+
+
+# --- rays -------------------------------------------------------------------------------------------------------
+
+
+def key_scale(k: Tensor, clip: Clip) -> float:
+    """1/√(D·S) of k (B, N, H, D)"""
+    return float((k.shape[-1] * (k.shape[1] // clip.frames)) ** -0.5)
+
+
+def norm(x: Tensor) -> Tensor:
+    """Of x (B, N, H, D) over D, in float32 at least, not below 1e-6: (B, N, H)"""
+    length = torch.linalg.vector_norm(x, dim=-1, dtype=accumulation_dtype(x.dtype))
+    return length.clamp_min(1e-6)
+
+
+def rotate(x: Tensor, table: Tensor, inverse: bool = False) -> Tensor:
+    """Interleaved pairs of x (B, N, H, 2d) times the complex table (..., N, d), or its conjugate; float32 at least."""
+    even, odd = x.to(accumulation_dtype(x.dtype)).unflatten(-1, (-1, 2)).unbind(-1)
+    table = table.reshape(-1, x.shape[1], 1, table.shape[-1])
+    cos, sin = table.real, -table.imag if inverse else table.imag
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+
+
+def turn(x: Tensor, matrix: Tensor, table: Tensor | None, inverse: bool = False) -> Tensor:
+    """UCPE: the first half of x (B, N, H, D), four channels at a time, times each token's matrix (B, N, 4, 4), the
+    second half times the complex table (..., N, D/4); float32 at least."""
+    x = x.to(accumulation_dtype(x.dtype))
+    first, second = x.chunk(2, -1)
+    turned = first.unflatten(-1, (-1, 4)).flatten(2, 3) @ matrix.to(x.dtype).mT
+    second = second if table is None else rotate(second, table, inverse)
+    return torch.cat([turned.view(first.shape), second], -1)
+
+
+def into_rays(qkv: Sequence[Tensor], rays: Sequence[Any]) -> list[Tensor]:
+    """q by Pᵀ, k and v by P⁻¹, each scaled back by min(1, rms before / rms after) a token and head."""
+    _, P_T, P_inv, table = rays
+    matrices = (P_T, P_inv, P_inv)
+    return [within_rms(t, turn(t, M, table)).to(t.dtype) for t, M in zip(qkv, matrices, strict=True)]
+
+
+def out_of_rays(out: Tensor, rays: Sequence[Any]) -> Tensor:
+    """The scan's output (B, N, H, D) back in the world's frame, by P."""
+    P, _, _, table = rays
+    return turn(out, P, table, inverse=True).to(out.dtype)
+
+
+def within_rms(before: Tensor, after: Tensor) -> Tensor:
+    """`after`, scaled down where its rms over D exceeds that of `before`."""
+    rms = [(t.to(after.dtype).square().mean(-1, keepdim=True) + 1e-6).sqrt() for t in (before, after)]
+    return after * (rms[0] / rms[1]).clamp(max=1.0)
+
+
+# --- block and model --------------------------------------------------------------------------------------------
+
+
+class SanaVideoMSCamCtrlBlock(Swapped, host.SanaVideoMSCamCtrlBlock):
+    """A block as in the host, its masks selecting; its attention and feed-forward may be swapped or the host's."""
+
+    def forward(
+        self,
+        x: Tensor,
+        y: Tensor,
+        t: Tensor,
+        mask: Tensor | None = None,
+        THW: tuple[int, int, int] | None = None,
+        rotary_emb: Tensor | None = None,
+        block_mask: Tensor | None = None,
+        camera_conditions: Tensor | None = None,
+        ucpe_ray_transforms: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None,
+        plucker_emb: Tensor | None = None,
+        frame_valid_mask: Tensor | Clip | None = None,
+        chunk_size: int | None = None,
+    ) -> Tensor:
+        """x (B, N, C), y (B, 1, L, C), t (B, 1, T, 6 C) -> (B, N, C); arguments as in the host."""
+        clip = locate(self, x, t.shape[2], frame_valid_mask)
+        modulation = self.scale_shift_table + t.reshape(x.shape[0], clip.frames, 6, -1)
+        shift1, scale1, gate1, shift2, scale2, gate2 = modulation.unsqueeze(3).unbind(2)  # (B, T, 1, C) each
+
+        x = clip.select(x)
+        h = self._modulate(self.norm1(x), shift1, scale1, clip)
+        h = self.attn(
+            h,
+            HW=THW,
+            rotary_emb=rotary_emb,
+            camera_conditions=camera_conditions,
+            frame_valid_mask=clip if isinstance(self.attn, Swapped) else clip.mask,
+            ucpe_ray_transforms=ucpe_ray_transforms,
+        )
+        x = clip.select(x + self._gate(h, gate1, clip))
+        if plucker_emb is not None and hasattr(self, "plucker_proj"):
+            x = x + self.plucker_proj(plucker_emb)
+        x = clip.select(x + self.cross_attn(x, y, mask=mask))
+        h = self._modulate(self.norm2(x), shift2, scale2, clip)
+        h = self.mlp(h, HW=THW, clip=clip) if isinstance(self.mlp, Swapped) else self.mlp(h, HW=THW)
+        return clip.select(x + self._gate(h, gate2, clip))
+
+    def _modulate(self, x: Tensor, shift: Tensor, scale: Tensor, clip: Clip) -> Tensor:
+        return clip.select((x.unflatten(1, (clip.frames, -1)) * (1 + scale) + shift).flatten(1, 2))
+
+    def _gate(self, x: Tensor, gate: Tensor, clip: Clip) -> Tensor:
+        return (x.unflatten(1, (clip.frames, -1)) * gate).flatten(1, 2)
+
+
+class SanaWMTransformer3DModel(Swapped, host.SanaWMTransformer3DModel):
+    """The model: finds out where its frames lie in the clip, once a call, and tells every block.
+
+    Built or loaded under this name, it is swapped from the start, and A_log and dt_bias stay float32 whatever the
+    load's `torch_dtype`.
+    """
+
+    _keep_in_fp32_modules = ["A_log", "dt_bias"]
+
+    # diffusers reads the signature.
+    @functools.wraps(host.SanaWMTransformer3DModel.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        replace(self, SwapOptions())
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_attention_mask: Tensor | None = None,
+        mask: Tensor | None = None,
+        return_dict: bool = True,
+        data_info: dict[str, Any] | None = None,
+        camera_conditions: Tensor | None = None,
+        chunk_plucker: Tensor | None = None,
+        cam_pos_embeds: dict[str, Tensor] | None = None,
+        pos_embeds: Tensor | None = None,
+        raymats: Tensor | None = None,
+        frame_valid_mask: Tensor | None = None,
+        chunk_size: int | None = None,
+    ) -> Any:
+        """As in the host. Under a group, `hidden_states`, `timestep`, `camera_conditions`, `chunk_plucker`, the mask
+        and whatever else has frames hold this rank's own, and so does the output."""
+        frames, height, width = (n // p for n, p in zip(hidden_states.shape[2:], self.patch_size, strict=True))
+        clip = locate(self, hidden_states, frames, frame_valid_mask)
+        if clip.start and self.use_pe and pos_embeds is None:
+            table = self.rope((clip.start + frames, height, width), device=hidden_states.device)
+            pos_embeds = table[:, :, clip.start * height * width :]
+        if clip.mask is not None:
+            hidden_states, timestep = finite(hidden_states, clip.mask, 2), finite(timestep, clip.mask, 2)
+            if camera_conditions is not None:
+                camera_conditions = finite(camera_conditions, clip.mask, 1, LENS)
+            if chunk_plucker is not None:
+                chunk_plucker = finite(chunk_plucker, clip.mask, 2)
+        return super().forward(
+            hidden_states,
+            timestep,
+            encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            mask=mask,
+            return_dict=return_dict,
+            data_info=data_info,
+            camera_conditions=camera_conditions,
+            chunk_plucker=chunk_plucker,
+            cam_pos_embeds=cam_pos_embeds,
+            pos_embeds=pos_embeds,
+            raymats=raymats,
+            frame_valid_mask=clip,
+            chunk_size=chunk_size,
+        )
+
+
+#: A camera at the origin that is safe to divide by: what stands in for one that is not finite in a padded frame.
+LENS = (1.0, 0, 0, 0, 0, 1.0, 0, 0, 0, 0, 1.0, 0, 0, 0, 0, 1.0, 1.0, 1.0, 0, 0)
+
+
+def finite(x: Tensor, mask: Tensor, dim: int, otherwise: Sequence[float] = (0.0,)) -> Tensor:
+    """x with `otherwise` (along its last dimension) for what is not finite in padded frames; dimension `dim` is T."""
+    shape = [1] * x.dim()
+    shape[0], shape[dim] = mask.shape
+    fill = torch.tensor(otherwise, dtype=x.dtype, device=x.device)
+    sound = x.isfinite() if len(otherwise) == 1 else x.isfinite().all(-1, keepdim=True)
+    return torch.where(mask.view(shape) | sound, x, fill)
+
+
+#: By the name that a replacement shares with what it replaces: the sites of a block.
+REPLACEMENTS: dict[str, type[Swapped]] = {
+    cls.__name__: cls
+    for cls in (
+        SanaWMTemporalShortConvolution,
+        GLUMBConvTemp,
+        BidirectionalGDNUCPESinglePathLiteLA,
+        _SoftmaxUCPESinglePathLiteLA,
+    )
+}
