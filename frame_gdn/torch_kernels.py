@@ -157,7 +157,7 @@ def transitions_backward(
         _tokens(dk, x.k),
         _tokens(dv, x.v),
         _tokens(dbeta, x.beta.unsqueeze(-1)).squeeze(-1),
-        ddecay.permute(0, 2, 1).to(x.decay.dtype),
+        ddecay.permute(0, 2, 1).to(x.decay.dtype).contiguous(),  # a compiled softplus backward trips over strides
         None if x.k_rot is None else _tokens(dk_rot, x.k_rot),
     )
 

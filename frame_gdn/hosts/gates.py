@@ -16,7 +16,7 @@ from torch.nn.utils import skip_init
 from ..gdn import bidirectional_gdn
 from ..layer import apply_rotary
 from ..torch_kernels import accumulation_dtype
-from . import SwapOptions, Swapped
+from . import SwapOptions, Swapped, refuse_hooks
 from .clip import Clip
 
 #: What a frame forgets of the state at the start, 1 - g: so little that a clip's first and last frame weigh the same.
@@ -65,6 +65,7 @@ class GatedAttention(Swapped):
         self.start_scale = start_scale
         if self.has_gates:
             return
+        refuse_hooks(self, "swap")
         norm: Tensor = self.norm_k.weight  # of the dtype that is computed in, whatever the projections are stored as
         device = torch.device("cpu") if norm.is_meta else norm.device
         for name in ("beta_proj", "gate_proj"):

@@ -14,7 +14,7 @@ from accelerate import cpu_offload, init_empty_weights
 from diffusers.hooks import apply_group_offloading
 from torch import Tensor, nn
 
-from frame_gdn import parallelize, swap, unswap
+from frame_gdn import swap, unswap
 from frame_gdn.hosts.gates import START_FORGETTING
 from frame_gdn.naive import naive_bidirectional_gdn
 from tests.helpers import assert_every_gradient_says_something, fill_randomly, relative_error
@@ -134,12 +134,208 @@ def test_swap_adds_gates_alone_and_unswap_gives_back_the_stock_model_to_the_bit(
 
 def test_blocks_that_were_not_chosen_stay_the_hosts_to_the_bit(host: str) -> None:
     model = tiny_model(host)
-    stock = sample(model)
-    parallelize(model, None) if False else swap(model, blocks=[1])
-    with pytest.warns(UserWarning):
-        for name in blocks_of(model, host)[1].attn1.release():
-            warnings.warn(name, stacklevel=1)
-    SWAPPED[host]  # the other two attentions, the rotary embedding and the model are still ours
-    attn = blocks_of(model, host)[1].attn1
-    attn.__class__ = type(blocks_of(model, host)[0].attn1)
-    assert torch.equal(sample(model), stock)
+    seen = []
+    blocks_of(model, host)[0].register_forward_hook(lambda module, args, out: seen.append(out))
+    sample(model)
+    sample(swap(model, blocks=[1]))
+    assert torch.equal(*seen)
+    assert not blocks_of(model, host)[0].attn1.has_gates
+
+
+def test_swapping_again_keeps_trained_gates_and_changes_the_rest(host: str) -> None:
+    model = swapped_model(host, blocks=[1], start_scale=0.5)
+    trained = copy.deepcopy(model.state_dict())
+    out = sample(model)
+    swap(model, blocks=[1])
+    assert torch.equal(sample(model), out)  # start_scale None keeps what an earlier call said
+    swap(model, blocks=[0, 2], chunk_frames=2)
+    assert set(model.state_dict()) - set(trained) == added_keys(host, [0, 2])
+    assert all(torch.equal(model.state_dict()[key], trained[key]) for key in trained)
+    assert dict(model.config.frame_gdn) == {"blocks": [0, 1, 2], "start_scale": 0.5, "chunk_frames": 2}
+    assert {block.attn1.start_scale for block in blocks_of(model, host)} == {0.5}
+    swap(model, blocks=[0], start_scale=0.25)
+    assert {block.attn1.start_scale for block in blocks_of(model, host)} == {0.25}
+    assert model.config.frame_gdn["chunk_frames"] is None
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"blocks": [3]}, "from 0 to 2, got .3."),
+        ({"blocks": []}, "one or more"),
+        ({"start_scale": 0.0}, "start_scale"),
+        ({"chunk_frames": 1.5}, "chunk_frames"),
+    ],
+)
+def test_a_refused_swap_changes_nothing(host: str, options: dict[str, Any], message: str) -> None:
+    model = tiny_model(host)
+    with pytest.raises(ValueError, match=message):
+        swap(model, **options)
+    assert type(model).__module__.startswith("diffusers")
+    blocks_of(model, host)[2].attn1.processor = object()
+    with pytest.raises(ValueError, match="found object"):
+        swap(model)
+    assert not any(type(module).__module__.startswith("frame_gdn") for module in model.modules())
+
+
+def test_a_swapped_model_refuses_to_be_cut_into_tokens(host: str) -> None:
+    with pytest.raises(ValueError, match="frame_gdn.parallelize"):
+        swap(tiny_model(host)).enable_parallelism(config=None)
+
+
+def test_copies_and_pickles(host: str) -> None:
+    model = swapped_model(host, blocks=[0, 1, 2], chunk_frames=2)
+    expected = sample(model)
+    for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(sample(clone), expected)
+
+
+# --- saved and loaded -------------------------------------------------------------------------------------------
+
+
+def test_gates_and_options_survive_a_save_and_a_load(host: str, tmp_path: Path) -> None:
+    blocks = None if host == "sana_video" else [0, 2]
+    model = swapped_model(host, blocks=blocks, start_scale=0.5, chunk_frames=2)
+    for folder, arguments in (("whole", {}), ("sharded", {"max_shard_size": "20KB"})):
+        model.save_pretrained(tmp_path / folder, **arguments)
+        again = SWAPPED[host].from_pretrained(tmp_path / folder)
+        assert torch.equal(sample(again), sample(model))
+        assert again.config.frame_gdn == model.config.frame_gdn
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    assert config["_class_name"] == type(tiny_model(host)).__name__
+
+
+def test_a_stock_folder_loads_swapped_with_gates_at_their_start(host: str, tmp_path: Path) -> None:
+    model = tiny_model(host)
+    model.save_pretrained(tmp_path)
+    loaded = SWAPPED[host].from_pretrained(tmp_path)
+    assert not any(tensor.is_meta for tensor in loaded.state_dict().values())
+    assert torch.equal(sample(loaded), sample(swap(model)))
+
+
+def test_gates_added_while_a_model_has_no_memory_have_theirs(host: str) -> None:
+    stock = tiny_model(host)
+    for context in (init_empty_weights(), torch.device("meta")):
+        with context:
+            empty = SWAPPED[host].from_config(stock.config)
+        empty.load_state_dict(stock.state_dict(), strict=False, assign=True)
+        assert not any(tensor.is_meta for tensor in empty.state_dict().values())
+
+
+def test_bfloat16_weights_keep_the_decay_in_float32(host: str, tmp_path: Path) -> None:
+    swapped_model(host).save_pretrained(tmp_path)
+    model = SWAPPED[host].from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+    for name, tensor in model.state_dict().items():
+        if ".attn1." in name:
+            assert tensor.dtype == (torch.float32 if name.endswith(("A_log", "dt_bias")) else torch.bfloat16), name
+    expected = sample(SWAPPED[host].from_pretrained(tmp_path))
+    assert relative_error(sample(model, {k: bf16(v) for k, v in tiny_inputs().items()}), expected) < 0.05
+
+
+def bf16(tensor: Tensor) -> Tensor:
+    return tensor.bfloat16() if tensor.dim() > 1 else tensor
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "auto"])
+def test_device_map(host: str, device_map: str, tmp_path: Path) -> None:
+    model = swapped_model(host)
+    model.save_pretrained(tmp_path / "swapped")
+    loaded = SWAPPED[host].from_pretrained(tmp_path / "swapped", device_map=device_map)
+    assert torch.equal(sample(loaded), sample(model))
+    unswap_silently(model).save_pretrained(tmp_path / "stock")
+    loaded = SWAPPED[host].from_pretrained(tmp_path / "stock", device_map=device_map)
+    assert torch.equal(sample(loaded), sample(swap(model)))
+
+
+def unswap_silently(model: Any) -> Any:
+    with pytest.warns(UserWarning, match="unswap dropped"):
+        return unswap(model)
+
+
+# --- works with what people use ---------------------------------------------------------------------------------
+
+
+def test_the_blocks_compile_into_one_graph_each(host: str) -> None:
+    model = swapped_model(host, blocks=[0, 1, 2])
+    expected = sample(model)
+    model.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+    assert relative_error(sample(model), expected) < 1e-6
+    model.train()(**tiny_inputs()).sample.square().sum().backward()
+    assert_every_gradient_says_something(model)
+
+
+def test_the_whole_model_compiles(host: str) -> None:
+    model = swapped_model(host, blocks=[0, 1, 2])
+    compiled = torch.compile(model, backend="aot_eager")
+    for frames in (5, 7):
+        inputs = tiny_inputs(frames)
+        assert relative_error(sample(compiled, inputs), sample(model, inputs)) < 1e-6
+
+
+def test_lora_is_trained_saved_loaded_and_merged(host: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = swapped_model(host, blocks=[0, 1, 2])
+    base = sample(model)
+    fresh = copy.deepcopy(model)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    assert torch.equal(sample(model), base)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.05)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.train()(**tiny_inputs()).sample.square().mean().backward()
+        optimizer.step()
+    assert all(p.grad is not None and p.grad.any() for p in trained)
+    assert all(block.attn1.has_gates for block in blocks_of(model, host))
+    adapted = sample(model.eval())
+    assert relative_error(adapted, base) > 1e-2
+
+    name = "pytorch_lora_weights.safetensors"
+    model.save_lora_adapter(tmp_path, weight_name=name)
+    fresh.load_lora_adapter(tmp_path, prefix=None, weight_name=name)
+    assert torch.equal(sample(fresh), adapted)
+    fresh.fuse_lora()
+    fresh.unload_lora()
+    assert relative_error(sample(fresh), adapted) < 1e-5
+    assert fresh.state_dict().keys() == swapped_model(host, blocks=[0, 1, 2]).state_dict().keys()
+
+
+def test_layerwise_casting_stores_projections_in_float8_and_computes_as_before(host: str) -> None:
+    model = swapped_model(host, blocks=[0, 1, 2])
+    expected = sample(model)
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    attn = blocks_of(model, host)[0].attn1
+    assert attn.to_q.weight.dtype == attn.beta_proj.weight.dtype == torch.float8_e4m3fn
+    assert attn.A_log.dtype == attn.norm_k.weight.dtype == torch.float32
+    assert relative_error(sample(model), expected) < 0.2
+
+
+@pytest.mark.parametrize("offload_type", ["leaf_level", "block_level"])
+def test_group_offloading(host: str, offload_type: str) -> None:
+    model = swapped_model(host, blocks=[0, 1, 2])
+    expected = sample(model)
+    device = torch.device("cpu")
+    apply_group_offloading(model, device, offload_device=device, offload_type=offload_type, num_blocks_per_group=1)
+    assert torch.equal(sample(model), expected)
+    if offload_type == "block_level" and host == "sana_video":
+        with pytest.raises(ValueError, match="carries a hook"):
+            unswap(model)
+
+
+def test_sequential_offloading_moves_gates_with_their_attention(host: str) -> None:
+    """accelerate's hooks on every module: weights are on the meta device in between."""
+    model = swapped_model(host, blocks=[0, 1, 2])
+    expected = sample(model)
+    cpu_offload(model, torch.device("cpu"), offload_buffers=True)
+    assert blocks_of(model, host)[0].attn1.A_log.is_meta
+    assert torch.equal(sample(model), expected)
+    with pytest.raises(ValueError, match="carries a hook"):
+        unswap(model)
+
+
+def test_attention_backends_can_be_chosen(host: str) -> None:
+    model = swapped_model(host, blocks=[1])
+    expected = sample(model)
+    model.set_attention_backend("_native_math")
+    assert relative_error(sample(model), expected) < 1e-5
