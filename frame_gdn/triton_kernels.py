@@ -69,12 +69,6 @@ def _rotate(x, cos, sin, BN: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def _round_tf32(x):
-    """To the nearest TF32, where the tensor core would cut off and lean every product towards zero."""
-    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -8192).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _power_of_two(size):
     """2^e <= size < 2^(e+1) and 2^-e, kept away from both ends of float32's range."""
     bits = size.to(tl.int32, bitcast=True) & 0x7F800000
@@ -86,9 +80,10 @@ def _power_of_two(size):
 def _scaled_rows(x, EXACT: tl.constexpr):
     """x as a product's operand and the factor of each row: float16 of x / 2^e, or x itself."""
     if EXACT:
-        return x, tl.full([x.shape[0]], 1.0, tl.float32)
-    scale, inverse = _power_of_two(tl.max(tl.abs(x), 1))
-    return (x * inverse[:, None]).to(tl.float16), scale
+        return x, tl.full((x.shape[0],), 1.0, tl.float32)
+    else:
+        scale, inverse = _power_of_two(tl.max(tl.abs(x), 1))
+        return (x * inverse[:, None]).to(tl.float16), scale
 
 
 @triton.jit
@@ -96,22 +91,59 @@ def _scaled(x, EXACT: tl.constexpr):
     """x as a product's operand and the factor of the whole tile: float16 of x / 2^e, or x itself."""
     if EXACT:
         return x, 1.0
-    scale, inverse = _power_of_two(tl.max(tl.max(tl.abs(x), 1), 0))
-    return (x * inverse).to(tl.float16), scale
-
-
-@triton.jit
-def _key_operand(raw, key, ROTARY: tl.constexpr, EXACT: tl.constexpr):
-    """Keys as a product's operand: as loaded where nothing was done to them, so that no copy is made."""
-    if EXACT:
-        return key
-    elif ROTARY == "tables":
-        return key.to(raw.dtype)
     else:
-        return raw
+        scale, inverse = _power_of_two(tl.max(tl.max(tl.abs(x), 1), 0))
+        return (x * inverse).to(tl.float16), scale
 
 
 # --- transitions ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _outer_products(
+    left_ptr, left_n, k_ptr, k_n, beta_ptr, beta_n, cos_ptr, sin_ptr, tokens, i, j,
+    D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
+    KEYS: tl.constexpr, TABLES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Block (i, j) of the sum over a frame's tokens of left (beta k)ᵀ, and block j of that of beta k."""
+    EXACT: tl.constexpr = PRECISION != "tf32"
+    offs_n = tl.arange(0, BN)
+    offs_i = i * BD + tl.arange(0, BD)
+    offs_j = j * BD + tl.arange(0, BD)
+    product = tl.zeros((BD, BD), dtype=tl.float32)
+    total = tl.zeros((16, BD), dtype=tl.float32)  # summed over its rows once, after the loop
+    # Too narrow for an asynchronous copy, beta is read a turn ahead by hand; the compiler does that for the tiles.
+    next_beta = tl.load(beta_ptr + offs_n * beta_n, mask=offs_n < tokens, other=0.0)
+    for n0 in tl.range(0, tokens, BN, num_stages=STAGES):
+        n = n0 + offs_n
+        live = n < tokens
+        beta = next_beta.to(tl.float32)
+        next_beta = tl.load(beta_ptr + (n + BN) * beta_n, mask=n + BN < tokens, other=0.0)
+        raw = _load_tokens(k_ptr, n, live, k_n, offs_j, D)
+        left = raw
+        if not KEYS or NB > 1:
+            left = _load_tokens(left_ptr, n, live, left_n, offs_i, D)
+        key = raw.to(tl.float32)
+        if TABLES:
+            cos, sin = _load_tables(cos_ptr, sin_ptr, n, live, j, BD, D)
+            key = _rotate(key, cos, sin, BN, BD)
+        written = key * beta[:, None]
+        if KEYS and NB == 1:
+            if EXACT or TABLES:
+                left = key.to(tl.float32 if EXACT else raw.dtype)
+        else:
+            if KEYS and TABLES:
+                cos, sin = _load_tables(cos_ptr, sin_ptr, n, live, i, BD, D)
+                left = _rotate(left.to(tl.float32), cos, sin, BN, BD).to(tl.float32 if EXACT else raw.dtype)
+            if EXACT:
+                left = left.to(tl.float32)
+        if KEYS and not TABLES:
+            total += tl.sum(tl.reshape(written, (BN // 16, 16, BD)), 0)
+        if EXACT:
+            product = tl.dot(tl.trans(left), written, product, input_precision=PRECISION)
+        else:
+            product = _dot16(tl.trans(left), written.to(raw.dtype), product)
+    return product, tl.sum(total, 0)
 
 
 @triton.jit
@@ -122,9 +154,9 @@ def _transitions_kernel(
     D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
     ROTARY: tl.constexpr, MASK: tl.constexpr, SEPARATE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One block of one frame's A and U (kind 0), or of A and u of the denominator where its keys differ (kind 1)."""
+    """One block of one product of one frame: U (kind 0), A (1), or A of the denominator where its keys differ (2)."""
     pid = tl.program_id(0)
-    PARTS: tl.constexpr = NB * NB * (2 if SEPARATE else 1)
+    PARTS: tl.constexpr = NB * NB * (3 if SEPARATE else 2)
     part = pid % PARTS
     h = (pid // PARTS) % H
     t = (pid // (PARTS * H)) % T
@@ -141,86 +173,53 @@ def _transitions_kernel(
         gate = tl.load(decay_ptr + b * decay_b + t * decay_t + h * decay_h).to(tl.float32)
         tl.store(gate_ptr + frame, tl.where(active, gate, 1.0))
 
-    EXACT: tl.constexpr = PRECISION != "tf32"
+    tokens = tl.where(active, S, 0)  # a padded frame is never read
+    k_ptr += b * k_b + token * k_n + h * k_h
+    kr_ptr += b * kr_b + token * kr_n + h * kr_h
+    v_ptr += b * v_b + token * v_n + h * v_h
     beta_ptr += b * beta_b + token * beta_n + h * beta_h
     cos_ptr += token * (D // 2)
     sin_ptr += token * (D // 2)
-    live_tokens = tl.where(active, S, 0)  # a padded frame is never read
     offs_i = i * BD + tl.arange(0, BD)
     offs_j = j * BD + tl.arange(0, BD)
+    block = offs_i[:, None] * D + offs_j[None, :]
     inside = (offs_i < D)[:, None] & (offs_j < D)[None, :]
-    A_tile = A_ptr + kind * A_kind + frame * D * D + offs_i[:, None] * D + offs_j[None, :]
-    U_frame = U_ptr + frame * R * D
-    a = tl.zeros((BD, BD), dtype=tl.float32)
+    U_ptr += frame * R * D
+    A_ptr += tl.where(kind == 2, A_kind, 0) + frame * D * D
+    TABLES: tl.constexpr = ROTARY == "tables"
+    if ROTARY == "none":
+        kr_ptr, kr_n = k_ptr, k_n
     if kind == 0:
-        if ROTARY == "given":
-            k_ptr = kr_ptr
-            k_b, k_n, k_h = kr_b, kr_n, kr_h
-        k_ptr += b * k_b + token * k_n + h * k_h
-        v_ptr += b * v_b + token * v_n + h * v_h
-        u = tl.zeros((BD, BD), dtype=tl.float32)
-        total = tl.zeros((BD,), dtype=tl.float32)
-        for n0 in tl.range(0, live_tokens, BN, num_stages=STAGES):
-            n = n0 + tl.arange(0, BN)
-            live = n < live_tokens
-            beta = tl.load(beta_ptr + n * beta_n, mask=live, other=0.0).to(tl.float32)
-            v = _load_tokens(v_ptr, n, live, v_n, offs_i, D)
-            kj = _load_tokens(k_ptr, n, live, k_n, offs_j, D)
-            key = kj.to(tl.float32)
-            if ROTARY == "tables":
-                cos, sin = _load_tables(cos_ptr, sin_ptr, n, live, j, BD, D)
-                key = _rotate(key, cos, sin, BN, BD)
-            written = key * beta[:, None]
-            if NB == 1:
-                ki = _key_operand(kj, key, ROTARY, EXACT)
-            else:
-                ki = _load_tokens(k_ptr, n, live, k_n, offs_i, D)
-                key = ki.to(tl.float32)
-                if ROTARY == "tables":
-                    cos, sin = _load_tables(cos_ptr, sin_ptr, n, live, i, BD, D)
-                    key = _rotate(key, cos, sin, BN, BD)
-                ki = _key_operand(ki, key, ROTARY, EXACT)
-            if not SEPARATE and R > D:
-                total += tl.sum(written, 0)
-            if EXACT:
-                u = tl.dot(tl.trans(v.to(tl.float32)), written, u, input_precision=PRECISION)
-                a = tl.dot(tl.trans(ki), written, a, input_precision=PRECISION)
-            else:
-                u = _dot16(tl.trans(v), written.to(v.dtype), u)
-                a = _dot16(tl.trans(ki), written.to(ki.dtype), a)
-        tl.store(U_frame + offs_i[:, None] * D + offs_j[None, :], u, mask=inside)
-        if not SEPARATE and R > D:
+        u, _ = _outer_products(
+            v_ptr, v_n, kr_ptr, kr_n, beta_ptr, beta_n, cos_ptr, sin_ptr, tokens, i, j,
+            D, BD, NB, BN, False, TABLES, PRECISION, STAGES,
+        )  # fmt: skip
+        tl.store(U_ptr + block, u, mask=inside)
+    elif kind == 1:
+        a, total = _outer_products(
+            kr_ptr, kr_n, kr_ptr, kr_n, beta_ptr, beta_n, cos_ptr, sin_ptr, tokens, i, j,
+            D, BD, NB, BN, True, TABLES, PRECISION, STAGES,
+        )  # fmt: skip
+        tl.store(A_ptr + block, a.to(A_ptr.dtype.element_ty), mask=inside)
+        if R > D and not SEPARATE:
             if i == 0:
-                tl.store(U_frame + D * D + offs_j, total, mask=offs_j < D)
+                tl.store(U_ptr + D * D + offs_j, total, mask=offs_j < D)
     else:
-        k_ptr += b * k_b + token * k_n + h * k_h
-        total = tl.zeros((BD,), dtype=tl.float32)
-        for n0 in tl.range(0, live_tokens, BN, num_stages=STAGES):
-            n = n0 + tl.arange(0, BN)
-            live = n < live_tokens
-            beta = tl.load(beta_ptr + n * beta_n, mask=live, other=0.0).to(tl.float32)
-            kj = _load_tokens(k_ptr, n, live, k_n, offs_j, D)
-            ki = kj
-            if NB > 1:
-                ki = _load_tokens(k_ptr, n, live, k_n, offs_i, D)
-            written = kj.to(tl.float32) * beta[:, None]
-            total += tl.sum(written, 0)
-            if EXACT:
-                a = tl.dot(tl.trans(ki.to(tl.float32)), written, a, input_precision=PRECISION)
-            else:
-                a = _dot16(tl.trans(ki), written.to(ki.dtype), a)
-        if i == 0:
-            tl.store(U_frame + D * D + offs_j, total, mask=offs_j < D)
-    if not EXACT:
-        a = _round_tf32(a)
-    tl.store(A_tile, a, mask=inside)
+        if SEPARATE:
+            a, total = _outer_products(
+                k_ptr, k_n, k_ptr, k_n, beta_ptr, beta_n, cos_ptr, sin_ptr, tokens, i, j,
+                D, BD, NB, BN, True, False, PRECISION, STAGES,
+            )  # fmt: skip
+            tl.store(A_ptr + block, a.to(A_ptr.dtype.element_ty), mask=inside)
+            if i == 0:
+                tl.store(U_ptr + D * D + offs_j, total, mask=offs_j < D)
 
 
 # --- scans ------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _load_square(ptr, row, col, stride_k, stride_n, D: tl.constexpr, BD: tl.constexpr, TRANSPOSED: tl.constexpr):
+def _load_square(ptr, row, col, stride_k: tl.constexpr, stride_n: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Block (row, col) of a (D, D) matrix as the right operand; TRANSPOSED where memory runs along its rows' index k."""
     offs = tl.arange(0, BD)
     k, n = row * BD + offs, col * BD + offs
@@ -236,8 +235,8 @@ def _load_square(ptr, row, col, stride_k, stride_n, D: tl.constexpr, BD: tl.cons
 @triton.jit
 def _scan_kernel(
     A_ptr, U_ptr, gate_ptr, in0_ptr, in1_ptr, states0_ptr, states1_ptr, out0_ptr, out1_ptr,
-    T, A_kind, A_seq, A_frame, A_k, A_n, first_end, period,
-    R, D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr,
+    T, A_kind, A_seq, A_frame, first_end, period,
+    R, A_k: tl.constexpr, A_n: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr,
     GATED: tl.constexpr, TRANSPOSED: tl.constexpr, ADJOINT: tl.constexpr, HAS_U: tl.constexpr,
     HAS_IN0: tl.constexpr, HAS_IN1: tl.constexpr, HAS_STATES: tl.constexpr, HAS_OUT: tl.constexpr, CUT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -261,6 +260,7 @@ def _scan_kernel(
     keep0 = row_live[:, None] & (cols < D)[None, :]
     keep1 = row_live[:, None] & (cols + BD < D)[None, :]
 
+    EXACT: tl.constexpr = PRECISION != "tf32"
     states_ptr, in_ptr, out_ptr = states0_ptr, in0_ptr, out0_ptr
     if direction == 1:
         states_ptr, in_ptr, out_ptr = states1_ptr, in1_ptr, out1_ptr
@@ -298,15 +298,17 @@ def _scan_kernel(
         if ADJOINT:
             s0 = tl.where(add_first, s0 + u0, s0)
             s1 = tl.where(add_first, s1 + u1, s1)
-        x0, x1 = s0, s1
-        if PRECISION == "tf32":
-            x0, x1 = _round_tf32(s0), _round_tf32(s1)
-        p0 = tl.dot(x0, a00, input_precision=PRECISION)
+        x0, size0 = _scaled_rows(s0, EXACT)
+        p0 = tl.dot(x0, a00, input_precision=PRECISION) * size0[:, None]
         p1 = p0
         if NB == 2:
-            p0 = tl.dot(x1, _load_square(A_frame_ptr, 1, 0, A_k, A_n, D, BD, TRANSPOSED), p0, input_precision=PRECISION)
-            p1 = tl.dot(x0, _load_square(A_frame_ptr, 0, 1, A_k, A_n, D, BD, TRANSPOSED), input_precision=PRECISION)
-            p1 = tl.dot(x1, _load_square(A_frame_ptr, 1, 1, A_k, A_n, D, BD, TRANSPOSED), p1, input_precision=PRECISION)
+            x1, size1 = _scaled_rows(s1, EXACT)
+            a10 = _load_square(A_frame_ptr, 1, 0, A_k, A_n, D, BD, TRANSPOSED)
+            p0 += tl.dot(x1, a10, input_precision=PRECISION) * size1[:, None]
+            a01 = _load_square(A_frame_ptr, 0, 1, A_k, A_n, D, BD, TRANSPOSED)
+            p1 = tl.dot(x0, a01, input_precision=PRECISION) * size0[:, None]
+            a11 = _load_square(A_frame_ptr, 1, 1, A_k, A_n, D, BD, TRANSPOSED)
+            p1 += tl.dot(x1, a11, input_precision=PRECISION) * size1[:, None]
         if GATED:
             gate = tl.load(gate_ptr + t)
             p0 = gate * (s0 - p0)
@@ -394,29 +396,47 @@ def _project_kernel(
         if NB == 2:
             z1 = _load_met(S_ptr, R_ptr, frame * R * D + D * D + d1, d1 < D, REVERSE)
 
-    last = tl.minimum(S, (share + 1) * per_program)
-    for n0 in tl.range(share * per_program, last, BN, num_stages=STAGES):
+    first = share * per_program
+    last = tl.minimum(S, first + per_program)
+    readable = tl.where(active, last, 0)  # a padded frame is never read
+    # Every tile is read a turn ahead of its use.
+    n = first + tl.arange(0, BN)
+    next_q0 = _load_tokens(q_ptr, n, n < readable, q_n, d0, D)
+    next_rotated0 = next_q0
+    if ROTARY == "given":
+        next_rotated0 = _load_tokens(qr_ptr, n, n < readable, qr_n, d0, D)
+    if ROTARY == "tables":
+        next_cos, next_sin = _load_tables(cos_ptr, sin_ptr, n, n < readable, 0, BD, D)
+    for n0 in tl.range(first, last, BN, num_stages=STAGES):
         n = n0 + tl.arange(0, BN)
         live = n < last
-        read = live & active
+        q0, rotated0 = next_q0.to(tl.float32), next_rotated0.to(tl.float32)
+        if ROTARY == "tables":
+            cos, sin = next_cos, next_sin
+        ahead = n + BN
+        next_q0 = _load_tokens(q_ptr, ahead, ahead < readable, q_n, d0, D)
+        if ROTARY == "given":
+            next_rotated0 = _load_tokens(qr_ptr, ahead, ahead < readable, qr_n, d0, D)
+        else:
+            next_rotated0 = next_q0
+        if ROTARY == "tables":
+            next_cos, next_sin = _load_tables(cos_ptr, sin_ptr, ahead, ahead < readable, 0, BD, D)
         scale = tl.full((BN,), 1.0, tl.float32)
-        q0 = _load_tokens(q_ptr, n, read, q_n, d0, D).to(tl.float32)
         if NB == 2:
-            q1 = _load_tokens(q_ptr, n, read, q_n, d1, D).to(tl.float32)
+            q1 = _load_tokens(q_ptr, n, n < readable, q_n, d1, D).to(tl.float32)
         if NORMALIZE:
             den = tl.sum(q0 * z0[None, :], 1)
             if NB == 2:
                 den += tl.sum(q1 * z1[None, :], 1)
             scale = 1.0 / (den + eps)
-        if ROTARY == "given":
-            q0 = _load_tokens(qr_ptr, n, read, qr_n, d0, D).to(tl.float32)
-            if NB == 2:
-                q1 = _load_tokens(qr_ptr, n, read, qr_n, d1, D).to(tl.float32)
+        q0 = rotated0
         if ROTARY == "tables":
-            cos, sin = _load_tables(cos_ptr, sin_ptr, n, read, 0, BD, D)
             q0 = _rotate(q0, cos, sin, BN, BD)
-            if NB == 2:
-                cos, sin = _load_tables(cos_ptr, sin_ptr, n, read, 1, BD, D)
+        if NB == 2:
+            if ROTARY == "given":
+                q1 = _load_tokens(qr_ptr, n, n < readable, qr_n, d1, D).to(tl.float32)
+            if ROTARY == "tables":
+                cos, sin = _load_tables(cos_ptr, sin_ptr, n, n < readable, 1, BD, D)
                 q1 = _rotate(q1, cos, sin, BN, BD)
         operand, row_size = _scaled_rows(q0, EXACT)
         out = tl.dot(operand, tl.trans(x0), input_precision=PRECISION) * (row_size * scale * size0)[:, None]
@@ -670,76 +690,92 @@ class Transitions(NamedTuple):
     precision: str
 
 
-#: Tiles by kernel, best first; a launch takes the first that its device has the shared memory for.
+#: Tiles by kernel, best first, as measured on an H200; a launch takes the first that its device has the shared memory for.
 _TILES: dict[Any, list[dict[str, int]]] = {
     (_transitions_kernel, "tf32"): [
-        {"BN": 64, "STAGES": 3, "num_warps": 8},
-        {"BN": 32, "STAGES": 2, "num_warps": 8},
-        {"BN": 16, "STAGES": 1, "num_warps": 8},
+        {"BN": 64, "STAGES": 2, "num_warps": 4},
+        {"BN": 32, "STAGES": 2, "num_warps": 4},
+        {"BN": 16, "STAGES": 1, "num_warps": 4},
     ],
     (_transitions_kernel, "tf32x3"): [
         {"BN": 32, "STAGES": 2, "num_warps": 8},
         {"BN": 16, "STAGES": 1, "num_warps": 8},
     ],
     (_scan_kernel, "tf32"): [
-        {"BR": 64, "STAGES": 3, "num_warps": 4},
-        {"BR": 64, "STAGES": 2, "num_warps": 4},
-        {"BR": 32, "STAGES": 1, "num_warps": 4},
+        {"BR": 16, "STAGES": 2, "num_warps": 2},
         {"BR": 16, "STAGES": 1, "num_warps": 4},
     ],
     (_scan_kernel, "tf32x3"): [
-        {"BR": 64, "STAGES": 2, "num_warps": 8},
-        {"BR": 32, "STAGES": 2, "num_warps": 4},
-        {"BR": 32, "STAGES": 1, "num_warps": 4},
-        {"BR": 16, "STAGES": 1, "num_warps": 4},
+        {"BR": 16, "STAGES": 2, "num_warps": 8},
+        {"BR": 16, "STAGES": 1, "num_warps": 8},
     ],
     (_project_kernel, "tf32"): [
-        {"BN": 64, "STAGES": 3, "num_warps": 4},
-        {"BN": 32, "STAGES": 2, "num_warps": 4},
+        {"BN": 64, "STAGES": 1, "num_warps": 8, "maxnreg": 128},
         {"BN": 16, "STAGES": 1, "num_warps": 4},
     ],
     (_project_kernel, "tf32x3"): [
-        {"BN": 32, "STAGES": 2, "num_warps": 4},
+        {"BN": 32, "STAGES": 1, "num_warps": 4},
         {"BN": 16, "STAGES": 1, "num_warps": 4},
     ],
-    (_project_backward_kernel, "tf32"): [
-        {"BN": 64, "STAGES": 2, "num_warps": 8},
-        {"BN": 32, "STAGES": 2, "num_warps": 8},
+    (_project_kernel, "ieee"): [{"BN": 16, "STAGES": 1, "num_warps": 8}],
+    (_project_backward_kernel, "ieee"): [{"BN": 16, "STAGES": 1, "num_warps": 8}],
+    (_state_gradient_kernel, "ieee"): [{"num_warps": 8}],
+    (_transitions_backward_kernel, "ieee"): [
+        {"BN": 32, "STAGES": 1, "num_warps": 8},
         {"BN": 16, "STAGES": 1, "num_warps": 8},
     ],
-    (_project_backward_kernel, "tf32x3"): [
+    (_project_backward_kernel, "tf32"): [
         {"BN": 32, "STAGES": 2, "num_warps": 8},
         {"BN": 16, "STAGES": 1, "num_warps": 8},
     ],
     (_state_gradient_kernel, "tf32"): [{"num_warps": 8}],
-    (_state_gradient_kernel, "tf32x3"): [{"num_warps": 8}],
     (_transitions_backward_kernel, "tf32"): [
         {"BN": 64, "STAGES": 2, "num_warps": 8},
-        {"BN": 32, "STAGES": 2, "num_warps": 8},
-        {"BN": 16, "STAGES": 1, "num_warps": 8},
-    ],
-    (_transitions_backward_kernel, "tf32x3"): [
         {"BN": 32, "STAGES": 1, "num_warps": 8},
         {"BN": 16, "STAGES": 1, "num_warps": 8},
     ],
 }
-_fitting: dict[Any, int] = {}
+_compiled: dict[Any, Any] = {}
 
 
 def _launch(
-    kernel: Any, grid: Any, *args: Any, PRECISION: str, tiles: list[dict[str, int]] | None = None, **options: Any
+    kernel: Any,
+    grid: Any,
+    tensors: Sequence[Tensor],
+    numbers: tuple[int | float, ...],
+    options: dict[str, Any],
+    tiles: list[dict[str, int]] | None = None,
 ) -> None:
-    """Launches with the best tile that fits; `grid` maps the tile to the grid. Which one fits is found once."""
-    tiles = tiles or _TILES[kernel, PRECISION]
-    key = (kernel, PRECISION, args[0].device, args[0].dtype, *options.values())
-    for i in range(_fitting.get(key, 0), len(tiles)):
-        _fitting[key] = i
-        try:
-            kernel[grid(tiles[i])](*args, PRECISION=PRECISION, **options, **tiles[i])
+    """Launches with the best tile that fits; `grid` maps the tile to the grid.
+
+    What was compiled is found again by the arguments' types, alignments and values, which costs a fraction of the binding
+    that Triton does on every launch; for a short clip the launches are what takes the time.
+    """
+    if _INTERPRETED:
+        tile = (tiles or _TILES[kernel, options["PRECISION"]])[0]
+        kernel[grid(tile)](*tensors, *numbers, **options, **tile)
+        return
+    device = tensors[0].device
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _launch(kernel, grid, tensors, numbers, options, tiles)
+        return
+    kinds = [(x.dtype, x.data_ptr() & 15) for x in tensors]
+    key = (kernel.__name__, device.index, *options.values(), *numbers, *kinds)
+    found = _compiled.get(key)
+    if found is None:
+        for tile in tiles or _TILES[kernel, options["PRECISION"]]:
+            try:
+                compiled = kernel[grid(tile)](*tensors, *numbers, **options, **tile)
+            except OutOfResources as error:
+                failure = error
+                continue
+            constants = {**options, **tile}
+            _compiled[key] = compiled, tile, [constants[p.name] for p in kernel.params if p.is_constexpr]
             return
-        except OutOfResources:
-            if i + 1 == len(tiles):
-                raise
+        raise failure
+    compiled, tile, constants = found
+    compiled[grid(tile)](*tensors, *numbers, *constants)
 
 
 def supports(like: Tensor) -> bool:
@@ -760,7 +796,11 @@ def check_supported(like: Tensor) -> None:
 
 def _blocks(D: int) -> tuple[int, int]:
     """The width of a channel block and their number: one up to D 128, then two of 128."""
-    return (max(16, triton.next_power_of_2(D)), 1) if D <= 128 else (128, 2)
+    return (max(16, 1 << (D - 1).bit_length()), 1) if D <= 128 else (128, 2)
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def _tokens(x: Tensor) -> tuple[int, int, int]:
@@ -816,8 +856,11 @@ def _states(x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """(..., R, D) as views S (..., D, D) and z (..., D)."""
     if x is None:
         return None, None
-    D = x.shape[-1]
-    return x[..., :D, :], x[..., D, :] if x.shape[-2] > D else None
+    R, D = x.shape[-2:]
+    if R == D:
+        return x, None
+    S, z = x.split((D, 1), -2)
+    return S, z.squeeze(-2)
 
 
 @dataclass(frozen=True)
@@ -829,6 +872,10 @@ class TritonSteps:
     def _precision(self, dtype: torch.dtype) -> str:
         return "tf32x3" if self.exact or dtype == torch.float32 else "tf32"
 
+    def _full(self, dtype: torch.dtype) -> str:
+        """The same where two copies of a whole matrix, as three TF32 products need them, would not fit."""
+        return "ieee" if self._precision(dtype) == "tf32x3" else "tf32"
+
     def transitions(self, x: Inputs, normalize: bool) -> Transitions:
         B, N, H, D = x.k.shape
         T = x.decay.shape[1]
@@ -838,18 +885,19 @@ class TritonSteps:
         separate = normalize and rotary != "none"
         R = D + 1 if normalize else D
         BD, NB = _blocks(D)
-        A = torch.empty(2 if separate else 1, B, H, T, D, D, dtype=torch.float32, device=k.device)
+        A_dtype = torch.float16 if self._precision(k.dtype) == "tf32" else torch.float32
+        A = torch.empty(2 if separate else 1, B, H, T, D, D, dtype=A_dtype, device=k.device)
         U = torch.empty(B, H, T, R, D, dtype=torch.float32, device=k.device)
         gate = torch.empty(B, H, T, dtype=torch.float32, device=k.device)
         kr = k if k_rot is None else k_rot
         if A.numel():
             _launch(
-                _transitions_kernel, lambda tile: (B * T * H * NB * NB * (2 if separate else 1),),
-                k, kr, v, x.beta, x.decay, _flags(x, k), cos, sin, A, U, gate,
-                *_tokens(k), *_tokens(kr), *_tokens(v), *x.beta.stride(), *x.decay.stride(),
-                H, T, N // T, A.stride(0) if separate else 0,
-                D=D, R=R, BD=BD, NB=NB, ROTARY=rotary, MASK=x.mask is not None, SEPARATE=separate,
-                PRECISION=self._precision(k.dtype),
+                _transitions_kernel, lambda tile: (B * T * H * NB * NB * (3 if separate else 2), 1, 1),
+                (k, kr, v, x.beta, x.decay, _flags(x, k), cos, sin, A, U, gate),
+                (*_tokens(k), *_tokens(kr), *_tokens(v), *x.beta.stride(), *x.decay.stride(),
+                 H, T, N // T, A.stride(0) if separate else 0),
+                {"D": D, "R": R, "BD": BD, "NB": NB, "ROTARY": rotary, "MASK": x.mask is not None,
+                 "SEPARATE": separate, "PRECISION": self._precision(k.dtype)},
             )  # fmt: skip
         return Transitions(A, U, gate, self._precision(k.dtype))
 
@@ -869,12 +917,13 @@ class TritonSteps:
         if U.numel():
             _launch(
                 _scan_kernel,
-                lambda tile: (triton.cdiv(D, tile["BR"]) + triton.cdiv(R - D, tile["BR"]), B * H, directions),
-                A, U, tr.gate, U if in0 is None else in0, U if in1 is None else in1, states[0], states[-1], out[0], out[-1],
-                T, A.stride(0) if len(A) > 1 else 0, T * D * D, D * D, 1, D, first, period, R,
-                D=D, BD=BD, NB=NB, GATED=True, TRANSPOSED=True, ADJOINT=adjoint, HAS_U=True,
-                HAS_IN0=in0 is not None, HAS_IN1=in1 is not None, HAS_STATES=keep, HAS_OUT=True, CUT=cut and reverse,
-                PRECISION=tr.precision,
+                lambda tile: (_cdiv(D, tile["BR"]) + _cdiv(R - D, tile["BR"]), B * H, directions),
+                (A, U, tr.gate, U if in0 is None else in0, U if in1 is None else in1,
+                 states[0], states[-1], out[0], out[-1]),
+                (T, A.stride(0) if A.shape[0] > 1 else 0, T * D * D, D * D, first, period, R),
+                {"A_k": 1, "A_n": D, "D": D, "BD": BD, "NB": NB, "GATED": True, "TRANSPOSED": True, "ADJOINT": adjoint,
+                 "HAS_U": True, "HAS_IN0": in0 is not None, "HAS_IN1": in1 is not None, "HAS_STATES": keep,
+                 "HAS_OUT": True, "CUT": cut and reverse, "PRECISION": tr.precision},
             )  # fmt: skip
         else:
             out = [U.new_zeros(B, H, R, D) if x is None else x for x in (in0, in1)[:directions]]
@@ -892,11 +941,12 @@ class TritonSteps:
         else:
             M = torch.empty_like(eye)
             _launch(
-                _scan_kernel, lambda tile: (kinds * triton.cdiv(D, tile["BR"]), B * H, 1),
-                tr.A, M, tr.gate, eye, eye, M, M, M, M,
-                T, tr.A.stride(0) if kinds > 1 else 0, T * D * D, D * D, 1, D, 0, 1, kinds * D,
-                D=D, BD=BD, NB=NB, GATED=True, TRANSPOSED=True, ADJOINT=False, HAS_U=False,
-                HAS_IN0=True, HAS_IN1=False, HAS_STATES=False, HAS_OUT=True, CUT=False, PRECISION=tr.precision,
+                _scan_kernel, lambda tile: (kinds * _cdiv(D, tile["BR"]), B * H, 1),
+                (tr.A, M, tr.gate, eye, eye, M, M, M, M),
+                (T, tr.A.stride(0) if kinds > 1 else 0, T * D * D, D * D, 0, 1, kinds * D),
+                {"A_k": 1, "A_n": D, "D": D, "BD": BD, "NB": NB, "GATED": True, "TRANSPOSED": True, "ADJOINT": False,
+                 "HAS_U": False, "HAS_IN0": True, "HAS_IN1": False, "HAS_STATES": False, "HAS_OUT": True, "CUT": False,
+                 "PRECISION": tr.precision},
             )  # fmt: skip
         found = list(M.unflatten(2, (kinds, D)).unbind(2))
         return found + found if normalize and kinds == 1 else found
@@ -928,6 +978,12 @@ class TritonSteps:
         return Edges(*_states(G), *_states(F))
 
     def project(self, x: Inputs, states: States, eps: float) -> Tensor:
+        try:
+            return self._project(x, states, eps)
+        except OutOfResources:  # float32 operands of a wide head, on a small device
+            return torch_kernels.project(_with_rotated(x), states, eps)
+
+    def _project(self, x: Inputs, states: States, eps: float) -> Tensor:
         B, N, H, D = x.q.shape
         T = x.decay.shape[1]
         q, q_rot = _dense(x.q), _dense(x.q_rot)
@@ -936,17 +992,31 @@ class TritonSteps:
         qr = q if q_rot is None else q_rot
         out = torch.empty(B, N, H, D, dtype=q.dtype, device=q.device)
         BD, NB = _blocks(D)
+        precision = self._precision(q.dtype)
+        if precision != "tf32" and D > 64:
+            BD, NB, precision = (64, 2, precision) if D <= 128 else (BD, NB, "ieee")
         if out.numel():
             _launch(
-                _project_kernel, lambda tile: (B * T * H * NB, 1),
-                q, qr, _flags(x, q), cos, sin, states.S, states.S if states.R is None else states.R, out, eps,
-                *_tokens(q), *_tokens(qr), *_tokens(out), H, T, N // T, N // T,
-                D=D, R=D if states.z is None else D + 1, BD=BD, NB=NB,
-                ROTARY=rotary, MASK=x.mask is not None, REVERSE=states.R is not None, PRECISION=self._precision(q.dtype),
+                _project_kernel, lambda tile: (B * T * H * NB, 1, 1),
+                (q, qr, _flags(x, q), cos, sin, states.S, states.S if states.R is None else states.R, out),
+                (eps, *_tokens(q), *_tokens(qr), *_tokens(out), H, T, N // T, N // T),
+                {"D": D, "R": D if states.z is None else D + 1, "BD": BD, "NB": NB, "ROTARY": rotary,
+                 "MASK": x.mask is not None, "REVERSE": states.R is not None, "PRECISION": precision},
             )  # fmt: skip
         return out
 
     def project_backward(
+        self, dout: Tensor, x: Inputs, states: States, eps: float
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        if x.q.shape[-1] <= 128:
+            try:
+                return self._project_backward(dout, x, states, eps)
+            except OutOfResources:
+                pass
+        dq, dq_rot, dX, dx = torch_kernels.project_backward(dout, _with_rotated(x), states, eps)
+        return *_turned_back(dq, dq_rot, x), dX, dx
+
+    def _project_backward(
         self, dout: Tensor, x: Inputs, states: States, eps: float
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         B, N, H, D = x.q.shape
@@ -961,16 +1031,28 @@ class TritonSteps:
         dX = torch.empty(B, H, T, R, D, dtype=torch.float32, device=q.device)
         if dq.numel():
             _launch(
-                _project_backward_kernel, lambda tile: (B * T * H,),
-                dout, q, qr, _flags(x, q), cos, sin, states.S, states.S if states.R is None else states.R,
-                dq, dq_rot, dX, eps,
-                *_tokens(dout), *_tokens(q), *_tokens(qr), *_tokens(dq), H, T, N // T,
-                D=D, R=R, BD=_blocks(D)[0],
-                ROTARY=rotary, MASK=x.mask is not None, REVERSE=states.R is not None, PRECISION=self._precision(q.dtype),
+                _project_backward_kernel, lambda tile: (B * T * H, 1, 1),
+                (dout, q, qr, _flags(x, q), cos, sin, states.S, states.S if states.R is None else states.R,
+                 dq, dq_rot, dX),
+                (eps, *_tokens(dout), *_tokens(q), *_tokens(qr), *_tokens(dq), H, T, N // T),
+                {"D": D, "R": R, "BD": _blocks(D)[0], "ROTARY": rotary,
+                 "MASK": x.mask is not None, "REVERSE": states.R is not None, "PRECISION": self._full(q.dtype)},
             )  # fmt: skip
         return dq, dq_rot if rotary == "given" else None, *_states(dX)  # type: ignore[return-value]
 
     def transitions_backward(
+        self, x: Inputs, entering: Edges, states: States, adjoint: States
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        if x.k.shape[-1] <= 128:
+            try:
+                return self._transitions_backward(x, entering, states, adjoint)
+            except OutOfResources:
+                pass
+        dk, dv, dbeta, ddecay, dk_rot = torch_kernels.transitions_backward(_with_rotated(x), entering, states, adjoint)
+        dk, dk_rot = _turned_back(dk, dk_rot, x)
+        return dk, dv, dbeta, ddecay, dk_rot
+
+    def _transitions_backward(
         self, x: Inputs, entering: Edges, states: States, adjoint: States
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         B, N, H, D = x.k.shape
@@ -980,7 +1062,7 @@ class TritonSteps:
         rotary, cos, sin = _rotary(x, k_rot, k)
         kr = k if k_rot is None else k_rot
         R = D if states.z is None else D + 1
-        precision = self._precision(k.dtype)
+        precision = self._full(k.dtype)
         reverse = states.R is not None
         before = _packed(entering.S, entering.z, R)
         P = torch.empty(B, H, T, D, D, dtype=torch.float32, device=k.device)
@@ -995,17 +1077,18 @@ class TritonSteps:
             R_, F = (states.R, adjoint.R) if reverse else (S, G)
             entered = S if before is None else before
             _launch(
-                _state_gradient_kernel, lambda tile: (B * H, T),
-                S, R_, entered, G, F, P, trace, T,
-                D=D, R=R, BD=_blocks(D)[0], ENTERING=before is not None, REVERSE=reverse, PRECISION=precision,
+                _state_gradient_kernel, lambda tile: (B * H, T, 1),
+                (S, R_, entered, G, F, P, trace), (T,),
+                {"D": D, "R": R, "BD": _blocks(D)[0], "ENTERING": before is not None, "REVERSE": reverse,
+                 "PRECISION": precision},
             )  # fmt: skip
             _launch(
-                _transitions_backward_kernel, lambda tile: (B * T * H,),
-                k, kr, v, x.beta, gate, _flags(x, k), cos, sin, S, R_, entered, G, F, P, trace,
-                dk, dk_rot, dv, dbeta, ddecay,
-                *_tokens(k), *_tokens(kr), *_tokens(v), *x.beta.stride(), *_tokens(dk), *dbeta.stride(), H, T, N // T,
-                D=D, R=R, BD=_blocks(D)[0], ROTARY=rotary, MASK=x.mask is not None,
-                ENTERING=before is not None, REVERSE=reverse, PRECISION=precision,
+                _transitions_backward_kernel, lambda tile: (B * T * H, 1, 1),
+                (k, kr, v, x.beta, gate, _flags(x, k), cos, sin, S, R_, entered, G, F, P, trace,
+                 dk, dk_rot, dv, dbeta, ddecay),
+                (*_tokens(k), *_tokens(kr), *_tokens(v), *x.beta.stride(), *_tokens(dk), *dbeta.stride(), H, T, N // T),
+                {"D": D, "R": R, "BD": _blocks(D)[0], "ROTARY": rotary, "MASK": x.mask is not None,
+                 "ENTERING": before is not None, "REVERSE": reverse, "PRECISION": precision},
             )  # fmt: skip
         return dk, dv, dbeta, ddecay, dk_rot if rotary == "given" else None
 
@@ -1025,12 +1108,13 @@ class TritonSteps:
         k, n = (A.stride(3), A.stride(2)) if adjoint else (A.stride(2), A.stride(3))
         precision = self._precision(B.dtype)
         _launch(
-            _scan_kernel, lambda tile: (triton.cdiv(R, tile["BR"]), len(A), 1),
-            A, B, B, B if initial is None else initial.contiguous(), B, states, states, last, last,
-            T, 0, A.stride(0), A.stride(1), k, n, 0, 1, R,
-            D=D, BD=BD, NB=NB, GATED=False, TRANSPOSED=k == 1, ADJOINT=adjoint, HAS_U=True,
-            HAS_IN0=initial is not None, HAS_IN1=False, HAS_STATES=keep, HAS_OUT=True, CUT=False, PRECISION=precision,
-            tiles=[{"BR": 16, "STAGES": 2, "num_warps": 4}, {"BR": 16, "STAGES": 1, "num_warps": 4}] if R <= 16 else None,
+            _scan_kernel, lambda tile: (_cdiv(R, tile["BR"]), len(A), 1),
+            (A, B, B, B if initial is None else initial.contiguous(), B, states, states, last, last),
+            (T, 0, A.stride(0), A.stride(1), 0, 1, R),
+            {"A_k": k, "A_n": n, "D": D, "BD": BD, "NB": NB, "GATED": False, "TRANSPOSED": k == 1, "ADJOINT": adjoint,
+             "HAS_U": True, "HAS_IN0": initial is not None, "HAS_IN1": False, "HAS_STATES": keep, "HAS_OUT": True,
+             "CUT": False, "PRECISION": precision},
+            [{"BR": 16, "STAGES": 2, "num_warps": 4}, {"BR": 16, "STAGES": 1, "num_warps": 4}] if R <= 16 else None,
         )  # fmt: skip
         return states, last
 
@@ -1047,8 +1131,31 @@ class TritonSteps:
 
 
 def _whole(dX: Tensor, dx: Tensor | None) -> Tensor:
-    """The (B, H, T, R, D) that `project_backward` returned as views dX and dx."""
+    """dX and dx as one (B, H, T, R, D); where `project_backward` made them, they are views of it."""
     if dx is None:
-        return dX
+        return dX.contiguous()
     B, H, T, D, _ = dX.shape
-    return dX.as_strided((B, H, T, D + 1, D), dX.stride())
+    if dX.stride(-3) == (D + 1) * D:
+        return dX.as_strided((B, H, T, D + 1, D), dX.stride())
+    return torch.cat([dX, dx.unsqueeze(-2)], -2)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Interleaved pairs times cos + i sin, tables (N, D / 2), in float32."""
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(x.dtype)
+
+
+def _with_rotated(x: Inputs) -> Inputs:
+    """The inputs as `torch_kernels` takes them: rotated tokens in place of tables."""
+    if x.cos is None or x.sin is None:
+        return x
+    return x._replace(q_rot=_turn(x.q, x.cos, x.sin), k_rot=_turn(x.k, x.cos, x.sin), cos=None, sin=None)
+
+
+def _turned_back(plain: Tensor, rotated: Tensor | None, x: Inputs) -> tuple[Tensor, Tensor | None]:
+    """The gradients of tokens and of rotated tokens, as one where the rotation was ours."""
+    if x.cos is None or x.sin is None or rotated is None:
+        return plain, rotated
+    return plain + _turn(rotated, x.cos, -x.sin), None
