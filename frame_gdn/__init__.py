@@ -1,5 +1,6 @@
-"""Frame-wise Gated DeltaNet attention for video diffusion: fast on one GPU, exact across many, streaming without
-end."""
+"""Frame-wise Gated DeltaNet attention for video diffusion: fast on one GPU, exact across many, streaming without end."""
+
+from typing import TYPE_CHECKING, Any
 
 from .gdn import GDNState, bidirectional_gdn
 from .layer import BidirectionalGDN
@@ -7,9 +8,13 @@ from .parallelize import parallelize
 from .primitive import CpFrameGdnScanResult, cp_frame_gdn_scan
 from .swap import swap, unswap
 
+if TYPE_CHECKING:
+    from .pipeline import FrameGDNRolloutPipeline
+
 __all__ = [
     "BidirectionalGDN",
     "CpFrameGdnScanResult",
+    "FrameGDNRolloutPipeline",
     "GDNState",
     "bidirectional_gdn",
     "cp_frame_gdn_scan",
@@ -17,3 +22,12 @@ __all__ = [
     "swap",
     "unswap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The pipeline needs diffusers, which the rest does not: it is imported when it is asked for."""
+    if name == "FrameGDNRolloutPipeline":
+        from .pipeline import FrameGDNRolloutPipeline
+
+        return FrameGDNRolloutPipeline
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
