@@ -32,8 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from frame_gdn import parallelize
-from frame_gdn.pipeline import FrameGDNRolloutPipeline
+from frame_gdn import FrameGDNRolloutPipeline, parallelize
 from models import VideoDiT
 from training.checkpoints import Checkpoints, Metrics
 from training.config import TrainConfig, parse_config

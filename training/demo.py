@@ -19,9 +19,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from diffusers.utils import logging
 from torch import Tensor
 
-from frame_gdn.pipeline import FrameGDNRolloutPipeline
+from frame_gdn import FrameGDNRolloutPipeline
 from models import VideoDiT
 from training.checkpoints import read_metrics
 from training.config import TrainConfig, parse_config
@@ -81,6 +82,7 @@ def roll_out(config: TrainConfig, output_dir: Path) -> dict[str, Any]:
     """film.mp4 and its psnr: three chunks from the first chunk of the first clip of each video file."""
     data = VideoLatents(**config.data)
     codec = load_codec(data.codec)
+    logging.disable_progress_bar()
     pipeline = FrameGDNRolloutPipeline.from_pretrained(output_dir)
     pipeline.set_progress_bar_config(disable=True)
     chunk_frames = pipeline.transformer.config.chunk_frames

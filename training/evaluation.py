@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from frame_gdn.pipeline import FrameGDNRolloutPipeline
+from frame_gdn import FrameGDNRolloutPipeline
 
 
 def continue_clip(

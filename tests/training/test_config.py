@@ -5,7 +5,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from models import VideoDiT
 from training.config import TrainConfig, parse_config
+from training.data import VideoLatents
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 class Model:
@@ -85,3 +89,9 @@ def test_mistakes_in_a_yaml_are_errors(tmp_path: Path, values: object, message: 
     path.write_text(yaml.safe_dump(values))
     with pytest.raises(ValueError, match=message):
         parse("--config", str(path))
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_configurations_hold_options_that_exist(path: Path) -> None:
+    config = parse_config(["--config", str(path)], {"model": VideoDiT, "data": VideoLatents})
+    assert config.model["chunk_frames"] and config.cp_size == 2

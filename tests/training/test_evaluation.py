@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from frame_gdn.pipeline import FrameGDNRolloutPipeline
+from frame_gdn import FrameGDNRolloutPipeline
 from models import VideoDiT
 from training.evaluation import continuation_psnr, continue_clip, psnr
 
