@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from . import parallel
+from . import parallel, torch_kernels
 from .scan import GDNOptions, gdn_scan, pick_backend
 from .torch_kernels import Inputs, accumulation_dtype
 
@@ -66,6 +66,7 @@ def bidirectional_gdn(
     *,
     q_rot: Tensor | None = None,
     k_rot: Tensor | None = None,
+    rotary: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
     initial_state: GDNState | None = None,
     output_final_state: bool = False,
@@ -75,6 +76,7 @@ def bidirectional_gdn(
     group: ProcessGroup | None = None,
     frames_per_rank: Sequence[int] | None = None,
     backend: str = "auto",
+    precision: str = "default",
     check: bool = False,
 ) -> tuple[Tensor, GDNState | None]:
     """Frame-wise gated DeltaNet attention, forward inclusive and reverse exclusive over frames, projected once.
@@ -93,6 +95,8 @@ def bidirectional_gdn(
         beta: (B, N, H) in (0, 1).
         decay: (B, T, H), the factor in (0, 1], never its logarithm.
         q_rot, k_rot: (B, N, H, D), the numerator's q and k after rotary embedding; None means the plain ones.
+        rotary: in place of q_rot and k_rot, (cos, sin), each (N, D/2): the numerator's q and k are the plain ones with
+            interleaved pairs turned by these tables, inside the kernels where the backend can. Tables get no gradient.
         mask: (B, T) bool, True = active. A padded frame has transition I and input 0; its output is 0, its gradients
             are 0, and what stands in it, NaN included, reaches nothing.
         initial_state: enters the forward recurrence of the group's first rank. Its gradient is each rank's share.
@@ -104,6 +108,8 @@ def bidirectional_gdn(
         frames_per_rank: all shards' frame counts, if the caller knows them; else asked of the ranks, in one tiny
             exchange, only where a global position is needed (chunk_frames above 1, a final state).
         backend: "torch", "triton" or "auto".
+        precision: of triton with bfloat16 or float16 tokens. "default": tensor cores in 16 bit, sums and states in
+            float32, so that the error stays near that of rounding the output; "exact": float32 throughout.
         check: ranks compare their shapes on this call too, not on the group's first alone.
 
     Returns:
@@ -116,10 +122,11 @@ def bidirectional_gdn(
     """
     with parallel.checked(group, check):
         rank, size = parallel.rank_and_size(group)
-        B, T, H, D = _check(q, k, v, beta, decay, q_rot, k_rot, mask, initial_state, chunk_frames, eps)
+        B, T, H, D = _check(q, k, v, beta, decay, q_rot, k_rot, rotary, mask, initial_state, chunk_frames, eps)
         parallel.check_frames_per_rank(frames_per_rank, T, group)
-        kernels = pick_backend(backend, q)
-    flags = normalize + 2 * output_final_state + 4 * (q_rot is not None) + 8 * (k_rot is not None)
+        kernels = pick_backend(backend, q, precision)
+    rotated = [rotary is not None or x is not None for x in (q_rot, k_rot)]
+    flags = normalize + 2 * output_final_state + 4 * rotated[0] + 8 * rotated[1]
     counts = parallel.agree(
         parallel.Call("bidirectional_gdn", B, H, D, q.dtype, flags, T, chunk_frames or 0),
         group,
@@ -136,7 +143,12 @@ def bidirectional_gdn(
         S0, z0 = initial_state.S.to(wide), initial_state.z.to(wide) if normalize else None
         consumed += initial_state.frames
     options = GDNOptions(normalize, eps, chunk_frames != 1, ends, passes, group, output_final_state, kernels)
-    out, S, z = gdn_scan(Inputs(q, k, v, beta, decay, q_rot, k_rot, mask), S0, z0, options)
+    cos = sin = None
+    if rotary is not None and kernels is torch_kernels:
+        q_rot, k_rot = torch_kernels.apply_rotary(q, *rotary), torch_kernels.apply_rotary(k, *rotary)
+    elif rotary is not None:
+        cos, sin = (table.detach().to(torch.float32) for table in rotary)
+    out, S, z = gdn_scan(Inputs(q, k, v, beta, decay, q_rot, k_rot, mask, cos, sin), S0, z0, options)
     if S is None:
         return out, None
     return out, GDNState(S, S.new_zeros(B, H, D) if z is None else z, consumed)
@@ -180,6 +192,7 @@ def _check(
     decay: Tensor,
     q_rot: Tensor | None,
     k_rot: Tensor | None,
+    rotary: tuple[Tensor, Tensor] | None,
     mask: Tensor | None,
     initial_state: GDNState | None,
     chunk_frames: int | None,
@@ -198,6 +211,8 @@ def _check(
         "v": (v, (B, N, H, D)),
         "q_rot": (q_rot, (B, N, H, D)),
         "k_rot": (k_rot, (B, N, H, D)),
+        "rotary's cos": (None if rotary is None else rotary[0], (N, D // 2)),
+        "rotary's sin": (None if rotary is None else rotary[1], (N, D // 2)),
         "beta": (beta, (B, N, H)),
         "decay": (decay, (B, T, H)),
         "mask": (mask, (B, T)),
@@ -215,6 +230,8 @@ def _check(
             raise ValueError(f"{name} is {tensor.dtype}, q is {q.dtype}: they must agree")
         if name in ("beta", "decay") and not tensor.dtype.is_floating_point:
             raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+    if rotary is not None and (q_rot is not None or k_rot is not None or D % 2):
+        raise ValueError(f"rotary takes the place of q_rot and k_rot and needs an even D: D is {D}, give one of them")
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool, True for active frames, got {mask.dtype}")
     if chunk_frames is not None and (

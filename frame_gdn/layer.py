@@ -12,6 +12,7 @@ from . import parallel
 from .gdn import GDNState, bidirectional_gdn
 from .parallel import FrameSharded
 from .torch_kernels import accumulation_dtype
+from .torch_kernels import apply_rotary as apply_rotary
 
 #: Where SiLU is 1: an output gate with this bias and no weight lets everything through.
 SILU_ONE = 1.278464542761074
@@ -183,9 +184,6 @@ class BidirectionalGDN(FrameSharded):
             k = k.flatten(1, 2)
         q, k = F.relu(self.q_norm(q)).to(v.dtype), F.relu(self.k_norm(k)).to(v.dtype) * (D * max(S, 1)) ** -0.5
         q, k, v = (t.unflatten(-1, (H, D)) for t in (q, k, v))
-        q_rot = k_rot = None
-        if rotary is not None:
-            q_rot, k_rot = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
 
         beta = self.beta_proj(x).sigmoid()
         frame_mean = x.reshape(B, num_frames, S, C).mean(2)
@@ -195,7 +193,7 @@ class BidirectionalGDN(FrameSharded):
 
         out, final = bidirectional_gdn(
             q, k, v, beta, decay,
-            q_rot=q_rot, k_rot=k_rot, mask=mask,
+            rotary=rotary, mask=mask,
             initial_state=state, output_final_state=output_final_state, chunk_frames=chunk_frames,
             eps=self.eps, group=self.group, frames_per_rank=counts, backend=self.backend,
         )  # fmt: skip
@@ -299,15 +297,6 @@ def _last_active(mask: Tensor, group: ProcessGroup | None, counts: Sequence[int]
     if group is not None and size > 1:
         ends = [max(ranks) for ranks in zip(*parallel.gather_ints(ends, group), strict=True)]
     return ends
-
-
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate interleaved pairs (2i, 2i+1) of x (B, N, H, D) by tables (N, D/2), in float32 at least, cast back to x's
-    dtype."""
-    wide = accumulation_dtype(x.dtype)
-    even, odd = x.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos.to(wide).unsqueeze(1), sin.to(wide).unsqueeze(1)
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(x.dtype)
 
 
 def main_branch_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:

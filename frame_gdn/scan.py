@@ -20,16 +20,21 @@ from . import parallel, torch_kernels
 from .torch_kernels import Edges, Inputs, States, Transitions, accumulation_dtype
 
 BACKENDS = ("torch", "triton", "auto")
+PRECISIONS = ("default", "exact")
 
 
 def pick_backend(name: str, like: Tensor, precision: str = "default") -> Any:
-    """The local steps for tensors like `like`: the module `torch_kernels`, or the object that offers the same on
-    Triton. "auto" is triton on a GPU below float64, else torch.
+    """The local steps for tensors like `like`: the module `torch_kernels`, or the object that offers the same on Triton.
+
+    "auto" is triton on a GPU below float64, else torch. `precision` is what Triton computes 16-bit tokens in, "default"
+    or "exact"; all else is exact as it is.
 
     Raises ValueError for an unknown name, and where triton is asked for but cannot serve.
     """
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {name!r}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
     if name == "torch" or (name == "auto" and (not like.is_cuda or like.dtype == torch.float64)):
         return torch_kernels
     if importlib.util.find_spec("triton") is None or importlib.util.find_spec("frame_gdn.triton_kernels") is None:

@@ -17,8 +17,10 @@ from torch import Tensor
 
 
 class Inputs(NamedTuple):
-    """One shard's tokens and gates. q_rot and k_rot are what the numerator uses; None means the plain ones, turned by
-    the rotary tables cos and sin (N, D / 2) where those are given."""
+    """One shard's tokens and gates. q_rot and k_rot are what the numerator uses; None means the plain ones.
+
+    cos, sin (N, D / 2): rotary tables for a backend that rotates inside its kernels; this one is given q_rot, k_rot.
+    """
 
     q: Tensor
     k: Tensor
@@ -66,6 +68,15 @@ class States(NamedTuple):
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 stays float64, everything else is computed in float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate interleaved pairs (2i, 2i+1) of x (B, N, H, D) by tables (N, D/2), in float32 at least, cast back to x's
+    dtype."""
+    wide = accumulation_dtype(x.dtype)
+    even, odd = x.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos.to(wide).unsqueeze(1), sin.to(wide).unsqueeze(1)
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(x.dtype)
 
 
 # --- tokens and transitions -------------------------------------------------------------------------------------

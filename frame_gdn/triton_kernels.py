@@ -4,7 +4,7 @@ Offers the functions of `torch_kernels` for bfloat16, float16 and float32 tokens
 interpreter). A step is one launch, and no step waits for the device:
 
 - `transitions` reads k and v once and writes each frame's A, U and A°, u°;
-- `scan_states` runs both directions of both states at once, one program a block of state rows, since rows are independent;
+- `scan_states` runs both directions of both states at once, one program a block of state rows, which are independent;
 - `project` adds the two directions and multiplies each frame's queries once;
 - the backward is the same three with time turned round; what the forward built is built again.
 
@@ -12,12 +12,12 @@ Layouts, R = D + 1 rows of which the last is the denominator's (R = D without on
     A     (1 or 2, B, H, T, D, D)   W = g (I - A); the second for the denominator, absent where its keys are the same
     gate  (B, H, T)                 g, or 1 in a padded frame
     U, states, adjoints (B, H, T, R, D)
-A is kept in place of W because a state then meets only a correction in tensor-core precision: S W = g (S - S A) carries S
-itself in float32.
+A is kept in place of W because a state then meets only a correction in tensor-core precision: S W = g (S - S A)
+carries S itself in float32, and the I of W is exact. W, S and every sum are float32.
 
-Precision. bfloat16 and float16 tokens: products of tokens in their own dtype or in float16 scaled by powers of two, products of
-states in TF32 rounded to nearest, sums in float32. float32 tokens, and every dtype with precision="exact": three TF32
-products for one, which keeps float32's accuracy.
+Precision. bfloat16 and float16 tokens: products of tokens in their own dtype; where a state takes part, in float16
+scaled by powers of two, which holds as many bits as TF32 in half the bytes, and so A is stored in float16. float32
+tokens, and every dtype with precision="exact": A in float32, products as three TF32 ones or in plain float32.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from . import torch_kernels
-from .torch_kernels import Edges, Inputs, States
+from .torch_kernels import Edges, Inputs, States, apply_rotary
 
 # --- shared pieces ----------------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ def _transitions_kernel(
             D, BD, NB, BN, True, TABLES, PRECISION, STAGES,
         )  # fmt: skip
         tl.store(A_ptr + block, a.to(A_ptr.dtype.element_ty), mask=inside)
-        if R > D and not SEPARATE:
+        if R > D and not SEPARATE:  # noqa: SIM102 (known when compiling, the inner one is not)
             if i == 0:
                 tl.store(U_ptr + D * D + offs_j, total, mask=offs_j < D)
     else:
@@ -219,8 +219,11 @@ def _transitions_kernel(
 
 
 @triton.jit
-def _load_square(ptr, row, col, stride_k: tl.constexpr, stride_n: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Block (row, col) of a (D, D) matrix as the right operand; TRANSPOSED where memory runs along its rows' index k."""
+def _load_square(
+    ptr, row, col,
+    stride_k: tl.constexpr, stride_n: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Block (row, col) of a (D, D) matrix as the right operand; TRANSPOSED where memory runs along its rows' index."""
     offs = tl.arange(0, BD)
     k, n = row * BD + offs, col * BD + offs
     if TRANSPOSED:
@@ -275,7 +278,7 @@ def _scan_kernel(
     t = tl.where(down, T - 1, 0)
     add_first = ADJOINT and direction == 0
     if direction == 1:
-        if CUT and not ADJOINT:
+        if CUT and not ADJOINT:  # noqa: SIM102
             if t % period == first_end:
                 s0 = tl.zeros_like(s0)
                 s1 = tl.zeros_like(s1)
@@ -322,7 +325,7 @@ def _scan_kernel(
             s0 = tl.where(add_first, p0, p0 + u0)
             s1 = tl.where(add_first, p1, p1 + u1)
         slot_t = tl.where(direction == 1, t + step, t)
-        if CUT:
+        if CUT:  # noqa: SIM102
             if direction == 1:
                 end = t if ADJOINT else slot_t
                 if (end >= 0) & (end % period == first_end):
@@ -540,7 +543,7 @@ def _state_gradient_kernel(
     D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr,
     ENTERING: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """P = dW + dWᵀ with dW = S_{t-1}ᵀ G_t + R_{t+1}ᵀ F_t, and the part of the decay's gradient that no token enters."""
+    """P = dW + dWᵀ with dW = S_{t-1}ᵀ G_t + R_{t+1}ᵀ F_t, and the part of the decay's gradient without tokens."""
     sequence = tl.program_id(0).to(tl.int64)
     t = tl.program_id(1)
     frame = sequence * T + t
@@ -576,8 +579,8 @@ def _transitions_backward_kernel(
     k_ptr, kr_ptr, v_ptr, beta_ptr, gate_ptr, mask_ptr, cos_ptr, sin_ptr,
     S_ptr, R_ptr, entering_ptr, G_ptr, F_ptr, P_ptr, trace_ptr,
     dk_ptr, dkr_ptr, dv_ptr, dbeta_ptr, ddecay_ptr,
-    k_b, k_n, k_h, kr_b, kr_n, kr_h, v_b, v_n, v_h, beta_b, beta_n, beta_h, dk_b, dk_n, dk_h, dbeta_b, dbeta_n, dbeta_h,
-    H, T, S,
+    k_b, k_n, k_h, kr_b, kr_n, kr_h, v_b, v_n, v_h, beta_b, beta_n, beta_h,
+    dk_b, dk_n, dk_h, dbeta_b, dbeta_n, dbeta_h, H, T, S,
     D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
     ROTARY: tl.constexpr, MASK: tl.constexpr, ENTERING: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -682,7 +685,7 @@ def _transitions_backward_kernel(
 
 
 class Transitions(NamedTuple):
-    """What `transitions` leaves for the scans: A, U and gate in this module's layouts, and the precision to go on with."""
+    """What `transitions` leaves for the scans: A, U and gate in this module's layouts, and the precision to use."""
 
     A: Tensor
     U: Tensor
@@ -690,7 +693,7 @@ class Transitions(NamedTuple):
     precision: str
 
 
-#: Tiles by kernel, best first, as measured on an H200; a launch takes the first that its device has the shared memory for.
+#: Tiles by kernel, best first, as measured on an H200; a launch takes the first that fits its device's shared memory.
 _TILES: dict[Any, list[dict[str, int]]] = {
     (_transitions_kernel, "tf32"): [
         {"BN": 64, "STAGES": 2, "num_warps": 4},
@@ -748,8 +751,8 @@ def _launch(
 ) -> None:
     """Launches with the best tile that fits; `grid` maps the tile to the grid.
 
-    What was compiled is found again by the arguments' types, alignments and values, which costs a fraction of the binding
-    that Triton does on every launch; for a short clip the launches are what takes the time.
+    What was compiled is found again by the arguments' types, alignments and values, which costs a fraction of the
+    binding that Triton does on every launch; for a short clip the launches are what takes the time.
     """
     if _INTERPRETED:
         tile = (tiles or _TILES[kernel, options["PRECISION"]])[0]
@@ -865,7 +868,7 @@ def _states(x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 
 @dataclass(frozen=True)
 class TritonSteps:
-    """The steps of `torch_kernels`, by the kernels above. `exact`: keep float32's accuracy whatever the tokens' dtype."""
+    """The steps of `torch_kernels`, by the kernels above. `exact`: float32's accuracy whatever the tokens' dtype."""
 
     exact: bool = False
 
@@ -931,11 +934,12 @@ class TritonSteps:
         return states[0] if keep else None, states[1] if keep and both else None, out[0], out[1] if both else None
 
     def shard_transitions(self, tr: Transitions) -> list[Tensor]:
-        """W_first ... W_last of the numerator and, with a denominator, of it: D rows more that start at I, with no input."""
+        """W_first ... W_last of the numerator and of the denominator: D more rows that start at I, with no input."""
         kinds, B, H, T, D, _ = tr.A.shape
         normalize = tr.U.shape[-2] > D
         BD, NB = _blocks(D)
-        eye = torch.eye(D, dtype=torch.float32, device=tr.A.device).expand(B, H, kinds, D, D).reshape(B, H, kinds * D, D)
+        eye = torch.eye(D, dtype=torch.float32, device=tr.A.device)
+        eye = eye.expand(B, H, kinds, D, D).reshape(B, H, kinds * D, D)
         if T == 0 or eye.numel() == 0:
             M = eye
         else:
@@ -951,11 +955,14 @@ class TritonSteps:
         found = list(M.unflatten(2, (kinds, D)).unbind(2))
         return found + found if normalize and kinds == 1 else found
 
-    def scan_states(self, tr: Transitions, entering: Edges, ends: Sequence[bool], reverse: bool) -> tuple[States, Edges]:
+    def scan_states(
+        self, tr: Transitions, entering: Edges, ends: Sequence[bool], reverse: bool
+    ) -> tuple[States, Edges]:
         rows = tr.U.shape[-2]
         came = _packed(entering.S, entering.z, rows), _packed(entering.R, entering.y, rows)
         S, R, S_out, R_out = self._scan(tr, tr.U, came, ends, reverse=reverse, adjoint=False, keep=True)
-        return States(*_states(S), *_states(R)), Edges(*_states(S_out), *_states(R_out))
+        kept = States(*_states(S), *_states(R))  # type: ignore[arg-type]
+        return kept, Edges(*_states(S_out), *_states(R_out))
 
     def scan_states_adjoint(
         self, tr: Transitions, dX: Tensor, dx: Tensor | None, entering: Edges, ends: Sequence[bool], reverse: bool
@@ -963,7 +970,8 @@ class TritonSteps:
         dU = _whole(dX, dx)
         came = _packed(entering.S, entering.z, dU.shape[-2]), _packed(entering.R, entering.y, dU.shape[-2])
         G, F, G_out, F_out = self._scan(tr, dU, came, ends, reverse=reverse, adjoint=True, keep=True)
-        return States(*_states(G), *_states(F)), Edges(*_states(G_out), *_states(F_out))
+        kept = States(*_states(G), *_states(F))  # type: ignore[arg-type]
+        return kept, Edges(*_states(G_out), *_states(F_out))
 
     def leaving(self, tr: Transitions, entering: Edges, ends: Sequence[bool], reverse: bool) -> Edges:
         rows = tr.U.shape[-2]
@@ -1074,7 +1082,7 @@ class TritonSteps:
         ddecay = torch.empty(B, T, H, dtype=x.decay.dtype, device=k.device)
         if dk.numel():
             S, G = states.S, adjoint.S
-            R_, F = (states.R, adjoint.R) if reverse else (S, G)
+            R_, F = (S, G) if states.R is None or adjoint.R is None else (states.R, adjoint.R)
             entered = S if before is None else before
             _launch(
                 _state_gradient_kernel, lambda tile: (B * H, T, 1),
@@ -1086,7 +1094,8 @@ class TritonSteps:
                 _transitions_backward_kernel, lambda tile: (B * T * H, 1, 1),
                 (k, kr, v, x.beta, gate, _flags(x, k), cos, sin, S, R_, entered, G, F, P, trace,
                  dk, dk_rot, dv, dbeta, ddecay),
-                (*_tokens(k), *_tokens(kr), *_tokens(v), *x.beta.stride(), *_tokens(dk), *dbeta.stride(), H, T, N // T),
+                (*_tokens(k), *_tokens(kr), *_tokens(v), *x.beta.stride(), *_tokens(dk), *dbeta.stride(),
+                 H, T, N // T),
                 {"D": D, "R": R, "BD": _blocks(D)[0], "ROTARY": rotary, "MASK": x.mask is not None,
                  "ENTERING": before is not None, "REVERSE": reverse, "PRECISION": precision},
             )  # fmt: skip
@@ -1140,22 +1149,15 @@ def _whole(dX: Tensor, dx: Tensor | None) -> Tensor:
     return torch.cat([dX, dx.unsqueeze(-2)], -2)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Interleaved pairs times cos + i sin, tables (N, D / 2), in float32."""
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(x.dtype)
-
-
 def _with_rotated(x: Inputs) -> Inputs:
     """The inputs as `torch_kernels` takes them: rotated tokens in place of tables."""
     if x.cos is None or x.sin is None:
         return x
-    return x._replace(q_rot=_turn(x.q, x.cos, x.sin), k_rot=_turn(x.k, x.cos, x.sin), cos=None, sin=None)
+    return x._replace(q_rot=apply_rotary(x.q, x.cos, x.sin), k_rot=apply_rotary(x.k, x.cos, x.sin), cos=None, sin=None)
 
 
 def _turned_back(plain: Tensor, rotated: Tensor | None, x: Inputs) -> tuple[Tensor, Tensor | None]:
     """The gradients of tokens and of rotated tokens, as one where the rotation was ours."""
     if x.cos is None or x.sin is None or rotated is None:
         return plain, rotated
-    return plain + _turn(rotated, x.cos, -x.sin), None
+    return plain + apply_rotary(rotated, x.cos, -x.sin), None

@@ -1,0 +1,216 @@
+"""Every Triton kernel against the float64 loop, under the interpreter where there is no GPU: values and all gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from frame_gdn import cp_frame_gdn_scan
+from frame_gdn.gdn import GDNState, bidirectional_gdn
+from frame_gdn.naive import naive_bidirectional_gdn, naive_frame_scan
+from frame_gdn.torch_kernels import apply_rotary
+
+from .helpers import relative_error
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+#: What float32 sums in another order may differ by; and twice what rounding to 16 bits does to one tensor.
+FLOAT32 = 3e-6
+#: The interpreter cuts bfloat16 off where a GPU rounds, so that there the bound is twice as wide.
+HALF = {torch.bfloat16: 2**-7 if DEVICE == "cpu" else 2**-8, torch.float16: 2**-10}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Fresh memory is NaN, so that whatever a kernel fails to write shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+def tokens(B, T, S, H, D, dtype):
+    """q, k, v as strided views of one tensor, gates, and rotary tables."""
+    N = T * S
+    qkv = torch.randn(B, N, 3, H, D, device=DEVICE, dtype=torch.float64)
+    qkv[:, :, :2].relu_()
+    qkv[:, :, 1] *= (D * S) ** -0.5
+    q, k, v = qkv.to(dtype).unbind(2)
+    beta = torch.rand(B, N, H, device=DEVICE).to(dtype)
+    decay = (0.7 + 0.3 * torch.rand(B, T, H, device=DEVICE)).to(dtype)
+    angle = 6.28 * torch.rand(N, D // 2, device=DEVICE)
+    return {"q": q, "k": k, "v": v, "beta": beta, "decay": decay}, (angle.cos(), angle.sin())
+
+
+def check_against_the_loop(
+    B=1, T=3, S=5, H=2, D=24, dtype=torch.float32, *, rotary="given", masked=False, state=False, chunk_frames=None,
+    normalize=True, precision="default", bound=FLOAT32,
+):  # fmt: skip
+    """Output, final state and every gradient of `bidirectional_gdn` on Triton against the loop in float64."""
+    inputs, tables = tokens(B, T, S, H, D, dtype)
+    if rotary == "given":
+        inputs["q_rot"], inputs["k_rot"] = (apply_rotary(inputs[name], *tables) for name in ("q", "k"))
+    if state:
+        inputs["S0"] = 0.1 * torch.randn(B, H, D, D, device=DEVICE)
+        inputs["z0"] = torch.rand(B, H, D, device=DEVICE)
+    mask = None
+    if masked:
+        mask = torch.ones(B, T, dtype=torch.bool, device=DEVICE)
+        mask[:, 1::2] = False
+
+    exact = {name: x.double().requires_grad_() for name, x in inputs.items()}
+    given = dict(exact)
+    initial = (given.pop("S0"), given.pop("z0")) if state else None
+    if rotary == "tables":
+        wide = [table.double() for table in tables]
+        given["q_rot"], given["k_rot"] = apply_rotary(given["q"], *wide), apply_rotary(given["k"], *wide)
+    expected, (S, z) = naive_bidirectional_gdn(
+        **given, mask=mask, initial_state=initial, chunk_frames=chunk_frames, normalize=normalize, eps=1e-6
+    )
+    ends = [S, z] if normalize else [S]
+    directions = [torch.randn_like(x) for x in (expected, *ends)] if state else [torch.randn_like(expected)]
+    sum((x * d).sum() for x, d in zip((expected, *ends), directions, strict=False)).backward()
+
+    ours = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    if masked:
+        with torch.no_grad():
+            for name, x in ours.items():
+                if name not in ("S0", "z0"):
+                    poisoned = x.clone().unflatten(1, (T, -1))
+                    poisoned[~mask] = float("nan")
+                    ours[name] = poisoned.flatten(1, 2).requires_grad_()
+    given = dict(ours)
+    initial = GDNState(given.pop("S0"), given.pop("z0")) if state else None
+    out, final = bidirectional_gdn(
+        **given, rotary=tables if rotary == "tables" else None, mask=mask, initial_state=initial,
+        output_final_state=state, chunk_frames=chunk_frames, normalize=normalize, eps=1e-6, backend="triton",
+        precision=precision,
+    )  # fmt: skip
+    found = [out]
+    if final is not None:
+        found += [final.S, final.z] if normalize else [final.S]
+    sum((x.double() * d).sum() for x, d in zip(found, directions, strict=False)).backward()
+
+    errors = {"out": relative_error(out, expected)}
+    if final is not None:
+        errors |= {"S": relative_error(final.S, S), "z": relative_error(final.z, z) if normalize else 0.0}
+    for name, x in exact.items():
+        if x.grad is None or not x.grad.any():
+            assert ours[name].grad is None or not ours[name].grad.any(), f"{name} has a gradient"
+            continue
+        errors[f"d{name}"] = relative_error(ours[name].grad, x.grad)
+        if masked and name not in ("S0", "z0"):
+            assert not ours[name].grad.unflatten(1, (T, -1))[~mask].any(), f"{name} has a gradient in a padded frame"
+    worst = {name: error for name, error in errors.items() if not error <= bound}
+    assert not worst, f"beyond {bound}: {worst} of {errors}"
+
+
+@pytest.mark.parametrize("rotary", ["none", "given", "tables"])
+@pytest.mark.parametrize("chunk_frames", [None, 1, 2])
+def test_every_direction_and_rotation(rotary, chunk_frames):
+    check_against_the_loop(rotary=rotary, chunk_frames=chunk_frames)
+
+
+@pytest.mark.parametrize("rotary", ["none", "given", "tables"])
+def test_padded_frames_reach_nothing_and_states_carry_on(rotary):
+    check_against_the_loop(B=2, T=4, rotary=rotary, masked=True, state=True, chunk_frames=3)
+
+
+def test_numerator_alone():
+    check_against_the_loop(normalize=False, state=True, masked=True)
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "H", "D"), [(1, 5, 1, 24), (2, 1, 3, 16), (5, 17, 1, 40), (2, 7, 1, 112), (2, 3, 1, 136), (2, 3, 1, 256)]
+)
+def test_ugly_shapes(T, S, H, D):
+    check_against_the_loop(T=T, S=S, H=H, D=D, rotary="tables")
+
+
+@pytest.mark.parametrize("D", [24, 33])
+def test_an_odd_head_dimension_needs_no_tables(D):
+    check_against_the_loop(D=D, rotary="none", state=True)
+
+
+@pytest.mark.parametrize("rotary", ["given", "tables"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_stay_near_their_rounding(dtype, rotary):
+    check_against_the_loop(S=33, D=40, dtype=dtype, rotary=rotary, bound=3 * HALF[dtype])
+
+
+def test_exact_arithmetic_for_16_bits():
+    inputs, _ = tokens(1, 3, 17, 2, 24, torch.float16)
+    expected, _ = naive_bidirectional_gdn(**{name: x.double() for name, x in inputs.items()}, eps=1e-6)
+    out, _ = bidirectional_gdn(**inputs, eps=1e-6, backend="triton", precision="exact")
+    rounding = relative_error(expected.half(), expected)
+    assert relative_error(out, expected) <= 1.01 * rounding
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+def test_no_magnitude_overflows_the_scaled_products(scale):
+    """Queries and values of any size: float16 operands are scaled by powers of two, which the result undoes."""
+    inputs, tables = tokens(1, 2, 9, 1, 24, torch.bfloat16)
+    out, _ = bidirectional_gdn(**inputs, rotary=tables, normalize=False, backend="triton")
+    inputs["q"], inputs["v"] = inputs["q"] * scale, inputs["v"] * scale
+    scaled, _ = bidirectional_gdn(**inputs, rotary=tables, normalize=False, backend="triton")
+    assert relative_error(scaled.double() / scale**2, out.double()) <= 2 * HALF[torch.bfloat16]
+
+
+def test_two_calls_are_equal_to_the_bit():
+    inputs, tables = tokens(1, 3, 9, 2, 24, torch.bfloat16)
+    runs = []
+    for _ in range(2):
+        leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+        out, _ = bidirectional_gdn(**leaves, rotary=tables, backend="triton")
+        out.square().sum().backward()
+        runs.append([out, *(x.grad for x in leaves.values())])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 16), (2, 3, 24), (1, 2, 136)])
+@pytest.mark.parametrize("initial", [False, True])
+def test_the_primitive_and_its_gradients(shape, initial):
+    BH, T, D = shape
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(*size, device=DEVICE, dtype=torch.float64)
+
+    inputs = [random(BH, T, D, D) / D**0.5, random(BH, T, D, D), random(BH, T, D, D) / D**0.5, random(BH, T, D)]
+    states = [random(BH, D, D), random(BH, D)] if initial else []
+    exact = [x.clone().requires_grad_() for x in (*inputs, *states)]
+    ours = [x.float().requires_grad_() for x in (*inputs, *states)]
+    expected = naive_frame_scan(*exact[:4], initial_state=tuple(exact[4:]) or None)
+    found = cp_frame_gdn_scan(*ours[:4], initial_state=tuple(ours[4:]) or None, backend="triton")
+    for x, y in zip(found, expected, strict=True):
+        direction = torch.randn_like(y)
+        assert relative_error(x, y) <= FLOAT32
+        (x.double() * direction).sum().backward(retain_graph=True)
+        (y * direction).sum().backward(retain_graph=True)
+    for x, y in zip(ours, exact, strict=True):
+        assert relative_error(x.grad, y.grad) <= FLOAT32
+
+
+def test_unsupported_tensors_are_refused_by_name():
+    inputs, _ = tokens(1, 2, 3, 1, 24, torch.float64)
+    with pytest.raises(ValueError, match="float64"):
+        bidirectional_gdn(**inputs, backend="triton")
+    inputs, _ = tokens(1, 2, 3, 1, 258, torch.float32)
+    with pytest.raises(ValueError, match="258"):
+        bidirectional_gdn(**inputs, backend="triton")
+    inputs, tables = tokens(1, 2, 3, 1, 24, torch.float32)
+    with pytest.raises(ValueError, match="precision"):
+        bidirectional_gdn(**inputs, backend="triton", precision="fast")
+    with pytest.raises(ValueError, match="rotary"):
+        bidirectional_gdn(**inputs, q_rot=inputs["q"], rotary=tables, backend="triton")
+
+
+def test_no_frames_at_all():
+    inputs, tables = tokens(1, 0, 3, 2, 24, torch.float32)
+    state = GDNState(torch.randn(1, 2, 24, 24, device=DEVICE), torch.randn(1, 2, 24, device=DEVICE))
+    out, final = bidirectional_gdn(
+        **inputs, rotary=tables, initial_state=state, output_final_state=True, backend="triton"
+    )
+    assert out.shape == (1, 0, 2, 24)
+    assert torch.equal(final.S, state.S) and torch.equal(final.z, state.z)
