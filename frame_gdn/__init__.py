@@ -1,4 +1,4 @@
-"""Frame-wise Gated DeltaNet attention for video diffusion: fast on one GPU, exact across many, streaming without end."""
+"""Frame-wise Gated DeltaNet attention for video diffusion: fast on one GPU, exact across many, streaming on and on."""
 
 from typing import TYPE_CHECKING, Any
 
