@@ -295,12 +295,15 @@ class BidirectionalGDNUCPESinglePathLiteLA(_Attention, host.BidirectionalGDNUCPE
     def _main(self, qkv: Sequence[Tensor], gates: Any, rotary_emb: Tensor | None, clip: Clip) -> Tensor:
         q, k, v = qkv
         k = k * key_scale(k, clip)
-        q_rot = k_rot = None
-        if rotary_emb is not None:
-            q_rot, k_rot = rotate(q, rotary_emb).to(q.dtype), rotate(k, rotary_emb).to(k.dtype)
+        rotation: dict[str, Any] = {}
+        if rotary_emb is not None and rotary_emb.numel() == rotary_emb.shape[-1] * q.shape[1]:
+            table = rotary_emb.reshape(q.shape[1], -1)
+            rotation = {"rotary": (table.real, table.imag)}
+        elif rotary_emb is not None:  # the caller's own tables, one a sample
+            rotation = {name: rotate(t, rotary_emb).to(t.dtype) for name, t in (("q_rot", q), ("k_rot", k))}
         out, _ = bidirectional_gdn(
-            q, k, v, *gates,
-            q_rot=q_rot, k_rot=k_rot, mask=clip.mask, chunk_frames=clip.chunk_frames, eps=self.attn.eps,
+            q, k, v, *gates, **rotation,
+            mask=clip.mask, chunk_frames=clip.chunk_frames, eps=self.attn.eps,
             group=self.group, frames_per_rank=clip.counts, backend=self.backend,
         )  # fmt: skip
         return out.flatten(2)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from diffusers import SanaWMTransformer3DModel
+from diffusers.models.transformers.transformer_sana_wm import SanaWMRotaryPosEmbed, _prepare_ucpe_ray_transforms
 from torch import Tensor, nn
 
 from tests.helpers import fill_randomly
@@ -30,10 +31,12 @@ def tiny_model(dtype: torch.dtype = torch.float32, **overrides: Any) -> SanaWMTr
     return fill_randomly(SanaWMTransformer3DModel(**{**TINY, **overrides})).to(dtype).eval()
 
 
-def tiny_inputs(frames: int = 5, batch: int = 2, camera: bool = True, mask: Tensor | None = None) -> dict[str, Any]:
-    """Noisy latents of 4 x 3 pixels a frame, a time a frame, text with padding, a camera that moves and turns."""
+def tiny_inputs(
+    frames: int = 5, batch: int = 2, camera: bool = True, mask: Tensor | None = None, width: int = 3
+) -> dict[str, Any]:
+    """Latents of 4 x `width` pixels a frame, a time a frame, text with padding, a camera that moves and turns."""
     g = torch.Generator().manual_seed(1)
-    height, width = 4, 3
+    height = 4
     inputs: dict[str, Any] = {
         "hidden_states": torch.randn(batch, 4, frames, height, width, generator=g),
         "timestep": torch.randint(0, 1000, (batch, 1, frames), generator=g).float(),
@@ -54,9 +57,16 @@ def tiny_inputs(frames: int = 5, batch: int = 2, camera: bool = True, mask: Tens
     return inputs
 
 
-def cast(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The floating inputs in another dtype, the timesteps apart."""
-    return {name: t.to(dtype) if t.is_floating_point() and name != "timestep" else t for name, t in inputs.items()}
+def half(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs in bfloat16 but for times and camera: the host's camera geometry refuses bfloat16 on the CPU and its
+    attention refuses anything else, so both models are given the rays."""
+    apart = ("timestep", "camera_conditions")
+    cast = {n: t.bfloat16() if t.is_floating_point() and n not in apart else t for n, t in inputs.items()}
+    size = tuple(inputs["hidden_states"].shape[2:])
+    table = SanaWMRotaryPosEmbed(16, (1, 1, 1), 64)(size)
+    P, _, P_inv, _ = _prepare_ucpe_ray_transforms(16, inputs["camera_conditions"], size, (1, 1, 1), table)
+    rays = {"absmap": torch.zeros(len(P), 3, *size), "P": P.bfloat16(), "P_inv": P_inv.bfloat16()}
+    return {**cast, "cam_pos_embeds": rays}
 
 
 def weighted_sum(sample: Tensor, first_frame: int = 0) -> Tensor:
