@@ -105,7 +105,9 @@ class GatedAttention(Swapped):
 
 class GatedModel(Swapped):
     """A swapped model that keeps in its configuration what `swap` was asked for, so that `save_pretrained` and
-    `from_pretrained` of this class keep its gates. (diffusers' own class would drop them, with a warning only.)"""
+    `from_pretrained` of this class keep its gates. diffusers' own class would drop them, with a warning only: of a
+    pipeline that is to be saved, say `pipe.transformer = swap(pipe.transformer)`, so that it notes which class to load.
+    """
 
     _internal_dict: FrozenDict
 
