@@ -114,7 +114,12 @@ def adopt(replacements: Sequence[tuple[nn.Module, type[Swapped]]], **attributes:
 
 
 def refuse_hooks(module: nn.Module, what: str) -> None:
-    """A hook of diffusers or accelerate holds on to the forward it met: another class would change nothing."""
+    """A hook of diffusers or accelerate holds on to the forward it met: another class would change nothing.
+
+    A hook that was removed leaves the class's own forward on the instance, which is taken off here.
+    """
+    if getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward:
+        del module.forward
     if "forward" in module.__dict__:
         raise ValueError(
             f"cannot {what}: a {type(module).__name__} carries a hook (offloading, caching, enable_parallelism) that "

@@ -401,3 +401,84 @@ def test_a_quantised_linear_is_left_in_place() -> None:
     swap(model)
     assert type(model.blocks[0].attn.qkv.weight) is kind
     assert relative_error(sample(model, inputs), plain) <= 1e-5
+
+
+def test_model_offload_and_its_hook_on_the_root() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, inputs = swap(tiny_model(softmax_every_n=3)), tiny_inputs()
+    expected = sample(model, inputs)
+    _, hook = accelerate.cpu_offload_with_hook(model, "cpu")
+    assert torch.equal(sample(model, inputs), expected)
+    with pytest.raises(ValueError, match="hook"):
+        unswap(model)
+    hook.remove()
+    assert type(unswap(model)) is Stock
+    assert relative_error(sample(model, inputs), expected) <= 1e-5
+
+
+def tiny_pipeline(transformer: nn.Module) -> Any:
+    from diffusers import AutoencoderKLLTX2Video, FlowMatchEulerDiscreteScheduler, SanaWMPipeline
+    from transformers import Gemma2Config, Gemma2ForCausalLM, GemmaTokenizer
+
+    torch.manual_seed(0)
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *"▁abcdefghijklmnopqrstuvwxyz"]
+    text = Gemma2Config(
+        vocab_size=len(pieces),
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+    )
+    vae = AutoencoderKLLTX2Video(
+        latent_channels=4,
+        block_out_channels=(4, 8, 16, 32),
+        decoder_block_out_channels=(8, 16, 32),
+        layers_per_block=(1,) * 5,
+        decoder_layers_per_block=(1,) * 4,
+        spatial_compression_ratio=32,
+        temporal_compression_ratio=8,
+    )
+    pipeline = SanaWMPipeline(
+        tokenizer=GemmaTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]),
+        text_encoder=Gemma2ForCausalLM(text),
+        vae=vae,
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def film(pipeline: Any) -> Tensor:
+    from PIL import Image
+
+    frames = pipeline(
+        image=Image.new("RGB", (80, 64), (120, 100, 80)),
+        prompt="a car",
+        action="w-16",
+        intrinsics=[60.0, 60.0, 40.0, 32.0],
+        height=64,
+        width=64,
+        num_frames=17,
+        num_inference_steps=2,
+        max_sequence_length=8,
+        chi_prompt=["enhance "],
+        generator=torch.Generator().manual_seed(0),
+    ).frames
+    assert frames.shape == (17, 64, 64, 3)
+    return torch.from_numpy(frames)
+
+
+def test_the_pipeline_from_end_to_end_and_saved(tmp_path: Path) -> None:
+    pipeline = tiny_pipeline(tiny_model(chunk_plucker_channels=48))
+    plain = film(pipeline)
+    assert plain.std() > 0.01
+    swap(pipeline.transformer)
+    assert relative_error(film(pipeline), plain) <= 1e-5
+    pipeline.save_pretrained(tmp_path)
+    loaded = type(pipeline).from_pretrained(tmp_path)
+    loaded.set_progress_bar_config(disable=True)
+    assert type(loaded.transformer) is Stock
+    assert torch.equal(film(loaded), plain)
