@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from . import parallel, torch_kernels
-from .scan import GDNOptions, gdn_scan, pick_backend
+from .ops import compiled_gdn_scan
+from .scan import GDNOptions, chunk_ends, gdn_scan, pick_backend
 from .torch_kernels import Inputs, accumulation_dtype
 
 
@@ -142,29 +143,22 @@ def bidirectional_gdn(
         wide = accumulation_dtype(q.dtype)
         S0, z0 = initial_state.S.to(wide), initial_state.z.to(wide) if normalize else None
         consumed += initial_state.frames
-    options = GDNOptions(normalize, eps, chunk_frames != 1, ends, passes, group, output_final_state, kernels)
     cos = sin = None
     if rotary is not None and kernels is torch_kernels:
         q_rot, k_rot = torch_kernels.apply_rotary(q, *rotary), torch_kernels.apply_rotary(k, *rotary)
     elif rotary is not None:
         cos, sin = (table.detach().to(torch.float32) for table in rotary)
-    out, S, z = gdn_scan(Inputs(q, k, v, beta, decay, q_rot, k_rot, mask, cos, sin), S0, z0, options)
-    if S is None:
+    x = Inputs(q, k, v, beta, decay, q_rot, k_rot, mask, cos, sin)
+    S: Tensor | None
+    z: Tensor | None
+    if torch.compiler.is_compiling() and size == 1:
+        out, S, z = compiled_gdn_scan(x, S0, z0, normalize, eps, chunk_frames, backend, precision)
+    else:
+        options = GDNOptions(normalize, eps, chunk_frames != 1, ends, passes, group, output_final_state, kernels)
+        out, S, z = gdn_scan(x, S0, z0, options)
+    if S is None or not output_final_state:
         return out, None
     return out, GDNState(S, S.new_zeros(B, H, D) if z is None else z, consumed)
-
-
-def chunk_ends(
-    chunk_frames: int | None, frames: int, rank: int, counts: Sequence[int] | None
-) -> tuple[list[bool], list[bool] | None]:
-    """Which local frames are the last of their chunk; and by rank, whether a shard holds no such frame."""
-    if chunk_frames is None:
-        return [False] * frames, None
-    if chunk_frames == 1 or counts is None:
-        return [True] * frames, None
-    starts = [sum(counts[:r]) for r in range(len(counts))]
-    ends = [(starts[rank] + t + 1) % chunk_frames == 0 for t in range(frames)]
-    return ends, [s // chunk_frames == (s + n) // chunk_frames for s, n in zip(starts, counts, strict=True)]
 
 
 def active_frames(mask: Tensor | None, frames: int, group: ProcessGroup | None, counts: Sequence[int] | None) -> int:

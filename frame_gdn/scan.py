@@ -4,11 +4,9 @@ Two functions stand here, and share the exchange: `gdn_scan` from tokens to outp
 `frame_scan` from given transitions to states (the primitive). Shapes are checked by their callers.
 """
 
-import importlib
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,13 +19,13 @@ from .torch_kernels import Edges, Inputs, States, Transitions, accumulation_dtyp
 
 BACKENDS = ("torch", "triton", "auto")
 PRECISIONS = ("default", "exact")
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def pick_backend(name: str, like: Tensor, precision: str = "default") -> Any:
-    """The local steps for tensors like `like`: the module `torch_kernels`, or the object that offers the same on Triton.
-
-    "auto" is triton on a GPU below float64, else torch. `precision` is what Triton computes 16-bit tokens in, "default"
-    or "exact"; all else is exact as it is.
+    """The local steps for tensors like `like`: the module `torch_kernels`, or the object that offers its functions on
+    Triton. "auto" is triton on a GPU below float64, else torch. `precision`, "default" or "exact", is what Triton
+    computes 16-bit tokens in; all else is exact as it is.
 
     Raises ValueError for an unknown name, and where triton is asked for but cannot serve.
     """
@@ -37,15 +35,29 @@ def pick_backend(name: str, like: Tensor, precision: str = "default") -> Any:
         raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
     if name == "torch" or (name == "auto" and (not like.is_cuda or like.dtype == torch.float64)):
         return torch_kernels
-    if importlib.util.find_spec("triton") is None or importlib.util.find_spec("frame_gdn.triton_kernels") is None:
+    if not _HAS_TRITON:
         if name == "auto":
             return torch_kernels
         raise ValueError("backend 'triton' was asked for, but triton is not installed")
-    kernels = importlib.import_module("frame_gdn.triton_kernels")
-    if name == "triton" or kernels.supports(like):
-        kernels.check_supported(like)
-        return kernels.TritonSteps(exact=precision == "exact")
+    from . import triton_kernels  # here, since it imports triton
+
+    if name == "triton" or triton_kernels.supports(like):
+        triton_kernels.check_supported(like)
+        return triton_kernels.TritonSteps(exact=precision == "exact")
     return torch_kernels
+
+
+def chunk_ends(
+    chunk_frames: int | None, frames: int, rank: int, counts: Sequence[int] | None
+) -> tuple[list[bool], list[bool] | None]:
+    """Which local frames are the last of their chunk; and by rank, whether a shard holds no such frame."""
+    if chunk_frames is None:
+        return [False] * frames, None
+    if chunk_frames == 1 or counts is None:
+        return [True] * frames, None
+    starts = [sum(counts[:r]) for r in range(len(counts))]
+    ends = [(starts[rank] + t + 1) % chunk_frames == 0 for t in range(frames)]
+    return ends, [s // chunk_frames == (s + n) // chunk_frames for s, n in zip(starts, counts, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,7 @@ class GDNOptions:
     passes: Sequence[bool] | None
     group: ProcessGroup | None
     output_final_state: bool
-    backend: ModuleType
+    backend: Any
 
 
 class _GDNScan(torch.autograd.Function):
@@ -147,7 +159,7 @@ def _edges(rightward: Sequence[Tensor], leftward: Sequence[Tensor]) -> list[Tens
 
 
 def _exchange(
-    tr: Transitions, leaving: Edges, entering: Edges, options: GDNOptions, steps: ModuleType
+    tr: Transitions, leaving: Edges, entering: Edges, options: GDNOptions, steps: Any
 ) -> tuple[Edges, list[Tensor], list[Tensor]]:
     """Forward: the states that enter this shard on both sides, the clip's final state, the transitions to keep."""
     assert options.group is not None
@@ -167,7 +179,7 @@ def _exchange(
 
 
 def _exchange_adjoint(
-    tr: Transitions, leaving: Edges, final: Edges, kept: list[Tensor], options: GDNOptions, steps: ModuleType
+    tr: Transitions, leaving: Edges, final: Edges, kept: list[Tensor], options: GDNOptions, steps: Any
 ) -> Edges:
     """Backward: the adjoints of S, z come from later ranks, those of R, y from earlier ones; Wᵀ in place of W."""
     assert options.group is not None
@@ -207,7 +219,7 @@ class ScanOptions:
     group: ProcessGroup | None
     gather: str
     terminal: tuple[int, int] | None
-    backend: ModuleType
+    backend: Any
 
 
 class _FrameScan(torch.autograd.Function):

@@ -788,8 +788,7 @@ def supports(like: Tensor) -> bool:
 
 def check_supported(like: Tensor) -> None:
     """Raises ValueError where tensors like this one are beyond this backend."""
-    interpreted = triton.knobs.runtime.interpret
-    if not (like.is_cuda or interpreted):
+    if not (like.is_cuda or _INTERPRETED):
         raise ValueError(f"backend 'triton' needs tensors on a GPU, got {like.device}")
     if like.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"backend 'triton' takes float32, bfloat16 or float16, got {like.dtype}")

@@ -1,4 +1,4 @@
-"""Every Triton kernel against the float64 loop, under the interpreter where there is no GPU: values and all gradients."""
+"""Every Triton kernel against the float64 loop, values and all gradients; in the interpreter where there is no GPU."""
 
 import pytest
 import torch
@@ -123,7 +123,8 @@ def test_numerator_alone():
 
 
 @pytest.mark.parametrize(
-    ("T", "S", "H", "D"), [(1, 5, 1, 24), (2, 1, 3, 16), (5, 17, 1, 40), (2, 7, 1, 112), (2, 3, 1, 136), (2, 3, 1, 256)]
+    ("T", "S", "H", "D"),
+    [(1, 5, 1, 24), (2, 1, 3, 16), (5, 17, 1, 40), (2, 7, 1, 112), (2, 3, 1, 136), (2, 3, 1, 256)],
 )
 def test_ugly_shapes(T, S, H, D):
     check_against_the_loop(T=T, S=S, H=H, D=D, rotary="tables")

@@ -1,0 +1,147 @@
+"""The scan of one process as `torch.library` operators, which is what `torch.compile(fullgraph=True)` sees of it.
+
+Eager calls do not pass here. Only the inputs are kept for the backward pass, which runs the scan of states again.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .scan import GDNOptions, chunk_ends, gdn_scan, pick_backend
+from .torch_kernels import Edges, Inputs, accumulation_dtype
+
+#: How many leading arguments of the operators are tensors: the fields of Inputs, S0 and z0.
+_TENSORS = len(Inputs._fields) + 2
+
+
+def _options(
+    x: Inputs, normalize: bool, eps: float, chunk_frames: int | None, final: bool, backend: str, precision: str
+) -> GDNOptions:
+    T = x.decay.shape[1]
+    ends, _ = chunk_ends(chunk_frames, T, 0, [T])
+    steps = pick_backend(backend, x.q, precision)
+    return GDNOptions(normalize, eps, chunk_frames != 1, ends, None, None, final, steps)
+
+
+@torch.library.custom_op("frame_gdn::gdn_scan", mutates_args=())
+def gdn_scan_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    decay: Tensor,
+    q_rot: Tensor | None,
+    k_rot: Tensor | None,
+    mask: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    S0: Tensor | None,
+    z0: Tensor | None,
+    normalize: bool,
+    eps: float,
+    chunk_frames: int | None,
+    backend: str,
+    precision: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens to output, final S and final z (zeros without a denominator)."""
+    x = Inputs(q, k, v, beta, decay, q_rot, k_rot, mask, cos, sin)
+    out, S, z = gdn_scan(x, S0, z0, _options(x, normalize, eps, chunk_frames, True, backend, precision))
+    assert S is not None
+    return out.contiguous(), S.contiguous(), S.new_zeros(S.shape[:-1]) if z is None else z.contiguous()
+
+
+@gdn_scan_op.register_fake
+def _(q: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    B, _, H, D = q.shape
+    wide = accumulation_dtype(q.dtype)
+    return (
+        torch.empty_like(q, memory_format=torch.contiguous_format),
+        q.new_empty(B, H, D, D, dtype=wide),
+        q.new_empty(B, H, D, dtype=wide),
+    )
+
+
+@torch.library.custom_op("frame_gdn::gdn_scan_backward", mutates_args=())
+def gdn_scan_backward_op(
+    dout: Tensor,
+    dS: Tensor,
+    dz: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    decay: Tensor,
+    q_rot: Tensor | None,
+    k_rot: Tensor | None,
+    mask: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    S0: Tensor | None,
+    z0: Tensor | None,
+    normalize: bool,
+    eps: float,
+    chunk_frames: int | None,
+    backend: str,
+    precision: str,
+) -> list[Tensor]:
+    """Gradients of q, k, v, beta, decay, q_rot, k_rot, S0, z0; empty where there is no such input."""
+    x = Inputs(q, k, v, beta, decay, q_rot, k_rot, mask, cos, sin)
+    options = _options(x, normalize, eps, chunk_frames, True, backend, precision)
+    steps, ends, reverse = options.backend, options.ends, options.reverse
+    entering = Edges(S0, z0, None, None)
+    tr = steps.transitions(x, normalize)
+    states, _ = steps.scan_states(tr, entering, ends, reverse)
+    dq, dq_rot, dX, dx = steps.project_backward(dout, x, states, eps)
+    arriving = Edges(dS, dz if normalize else None, None, None)
+    adjoint, leaving = steps.scan_states_adjoint(tr, dX, dx, arriving, ends, reverse)
+    dk, dv, dbeta, ddecay, dk_rot = steps.transitions_backward(x, entering, states, adjoint)
+    found = [dq, dk, dv, dbeta, ddecay, dq_rot, dk_rot, leaving.S, leaving.z]
+    inputs = [q, k, v, beta, decay, q_rot, k_rot, S0, z0]
+    return [q.new_empty(0) if given is None else _own(d, given) for given, d in zip(inputs, found, strict=True)]
+
+
+def _own(d: Tensor | None, given: Tensor) -> Tensor:
+    """A gradient as the fake promises it: contiguous, in memory of its own, zeros where nothing flows."""
+    if d is None:
+        return torch.zeros_like(given, memory_format=torch.contiguous_format)
+    return d.clone(memory_format=torch.contiguous_format) if d._is_view() else d.contiguous()
+
+
+@gdn_scan_backward_op.register_fake
+def _(dout: Tensor, dS: Tensor, dz: Tensor, *args: Any) -> list[Tensor]:
+    inputs = (*args[:7], *args[_TENSORS - 2 : _TENSORS])
+    return [
+        dout.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs
+    ]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:_TENSORS])
+    ctx.options = inputs[_TENSORS:]
+
+
+def _backward(ctx: Any, dout: Tensor, dS: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    grads = gdn_scan_backward_op(dout.contiguous(), dS, dz, *tensors, *ctx.options)
+    given = (*tensors[:7], *tensors[_TENSORS - 2 :])
+    found = [None if x is None else d for x, d in zip(given, grads, strict=True)]
+    return (*found[:7], None, None, None, *found[7:], *[None] * len(ctx.options))
+
+
+gdn_scan_op.register_autograd(_backward, setup_context=_save)
+
+
+def compiled_gdn_scan(
+    x: Inputs,
+    S0: Tensor | None,
+    z0: Tensor | None,
+    normalize: bool,
+    eps: float,
+    chunk_frames: int | None,
+    backend: str,
+    precision: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`scan.gdn_scan` without a group, as one operator: output, final S, final z."""
+    out, S, z = gdn_scan_op(*x, S0, z0, normalize, eps, chunk_frames, backend, precision)
+    return out, S, z
