@@ -105,8 +105,10 @@ class GatedAttention(Swapped):
 
 class GatedModel(Swapped):
     """A swapped model that keeps in its configuration what `swap` was asked for, so that `save_pretrained` and
-    `from_pretrained` of this class keep its gates. diffusers' own class would drop them, with a warning only: of a
-    pipeline that is to be saved, say `pipe.transformer = swap(pipe.transformer)`, so that it notes which class to load.
+    `from_pretrained` of this class keep its gates. diffusers' own class would drop them, with a warning only.
+
+    A pipeline notes a component's class when it is assigned: say `pipe.transformer = swap(pipe.transformer)`, and its
+    `from_pretrained` finds this class, where the module it stands in has been imported.
     """
 
     _internal_dict: FrozenDict

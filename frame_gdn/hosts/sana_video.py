@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention as _Attention
+from diffusers.models.modeling_utils import ModelMixin as ModelMixin  # a pipeline that loads looks for it here
 from diffusers.models.transformers import transformer_sana_video as host
 from torch import Tensor, nn
 

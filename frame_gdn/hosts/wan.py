@@ -10,6 +10,7 @@ Source of the formulas: `transformer_wan.py` of diffusers.
 
 from typing import Any
 
+from diffusers.models.modeling_utils import ModelMixin as ModelMixin  # a pipeline that loads looks for it here
 from diffusers.models.transformers import transformer_wan as host
 from torch import Tensor, nn
 
