@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,10 @@ ENLARGE = 4
 def main() -> None:
     config = parse_config(["--config", str(CONFIG)], {"model": VideoDiT, "data": VideoLatents})
     output_dir = ROOT / config.output_dir
+    started = time.perf_counter()
     train()
     results = plot_loss(output_dir) | roll_out(config, output_dir)
+    results["seconds"] = round(time.perf_counter() - started)
     (output_dir / "demo.json").write_text(json.dumps(results, indent=2) + "\n")
     print(json.dumps(results, indent=2))
     for name, what in {

@@ -191,16 +191,9 @@ def test_sharded_weights_beside_the_context_parallel_mesh_are_the_same_run(input
             assert (weight - weights[name]).norm() < 1e-9 * weights[name].norm(), name
 
 
-def launch(*arguments: str, num_processes: int = 2) -> subprocess.Popen[str]:
-    flags = ["--multi_gpu", f"--num_processes={num_processes}", "--num_machines=1", "--mixed_precision=no"]
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        *flags,
-        "--dynamo_backend=no",
-        "--main_process_port=0",
-    ]
+def launch(*arguments: str, how: str = "--multi_gpu") -> subprocess.Popen[str]:
+    flags = [how, "--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *flags, "--main_process_port=0"]
     return subprocess.Popen(
         [*command, "train.py", *arguments],
         cwd=Path(train.__file__).parent,
@@ -271,17 +264,19 @@ def test_a_killed_run_resumes_to_the_bit(inputs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "num_processes, arguments, message",
+    "how, argument, message",
     [
-        (2, ["--cp_size=3"], "cp_size 3 does not divide the 2 processes.*--multi_gpu --num_processes 3"),
-        (2, ["--lerning_rate=3"], "unknown option 'lerning_rate'; did you mean 'learning_rate'"),
+        ("--multi_gpu", "--cp_size=3", "cp_size 3 does not divide the 2 processes.*--multi_gpu --num_processes 3"),
+        ("--cpu", "--cp_size=2", "cp_size 2 does not divide the 1 processes.*--multi_gpu --num_processes 2"),
+        ("--multi_gpu", "--lerning_rate=3", "unknown option 'lerning_rate'; did you mean 'learning_rate'"),
     ],
+    ids=["cp_size", "one-process-instead-of-two", "option"],
 )
-def test_mistakes_end_every_process_with_one_clear_error(
-    inputs: Path, tmp_path: Path, num_processes: int, arguments: list[str], message: str
+def test_mistakes_end_in_an_error_that_says_what_to_do(
+    inputs: Path, tmp_path: Path, how: str, argument: str, message: str
 ) -> None:
     options(inputs, tmp_path / "out", 7).save(tmp_path / "run.yaml")
-    process = launch("--config", str(tmp_path / "run.yaml"), *arguments, num_processes=num_processes)
+    process = launch("--config", str(tmp_path / "run.yaml"), argument, how=how)
     output, _ = process.communicate(timeout=120)
     assert process.returncode != 0
     assert re.search(message, output), output
