@@ -23,7 +23,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard, prepare_data_loader, skip_first_batches
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, ProjectConfiguration, set_seed
+from accelerate.utils import (
+    DistributedType,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+    extract_model_from_parallel,
+    set_seed,
+)
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
@@ -33,11 +39,13 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from frame_gdn import FrameGDNRolloutPipeline, parallelize
+from frame_gdn.hosts import SwapOptions
 from models import VideoDiT
 from training.checkpoints import Checkpoints, Metrics
 from training.config import TrainConfig, parse_config
 from training.data import VideoLatents
 from training.evaluation import continuation_psnr, continue_clip
+from training.hosts import check_data, choose_parameters, chunk_frames_of, load_transformer, model_inputs, plain_copy
 from training.latents import load_codec
 from training.objective import Noise, add_noise, flow_loss, sample_noise, split_frames
 
@@ -66,7 +74,9 @@ def main(config: TrainConfig) -> None:
     # Model.
     dtype = getattr(torch, config.weight_dtype)
     model = build_model(config, channels, dtype)
-    chunk_frames = model.config.chunk_frames
+    check_data(model, dataset.shapes)
+    choose_parameters(model, dataset.shapes, gates_only=config.train_gates_only, lora_rank=config.lora_rank)
+    chunk_frames = chunk_frames_of(model)
     parallelize(model, mesh)
     scheduler = FlowMatchEulerDiscreteScheduler(NUM_TRAIN_TIMESTEPS, shift=config.flow_shift)
 
@@ -74,7 +84,7 @@ def main(config: TrainConfig) -> None:
     batches_a_step = config.gradient_accumulation_steps
     max_train_steps = config.max_train_steps or max(1, config.num_train_epochs * len(loader) // batches_a_step)
     optimizer = torch.optim.AdamW(
-        model.parameters(),
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         weight_decay=config.adam_weight_decay,
@@ -154,7 +164,7 @@ def main(config: TrainConfig) -> None:
         }
         is_last = step == max_train_steps
         if config.validation_steps and (step % config.validation_steps == 0 or is_last):
-            trained = trained_copy(accelerator, model, ema)
+            trained = trained_copy(accelerator, model, ema, config)
             if trained is not None:
                 values |= validate(trained.to(accelerator.device), scheduler, dataset, config)
         if metrics is not None:
@@ -164,7 +174,7 @@ def main(config: TrainConfig) -> None:
         if step % config.checkpointing_steps == 0 or is_last:
             checkpoints.save(step)
 
-    trained = trained_copy(accelerator, model, ema)
+    trained = trained_copy(accelerator, model, ema, config)
     if trained is not None:
         save_model(trained, scheduler, dataset, config)
     accelerator.end_training()
@@ -181,8 +191,8 @@ def clip_loss(
     """This rank's share of the batch's mean loss; the shares of a context-parallel group add up to it.
 
     Args:
-        batch: "latents" (B, C, T, h, w) of whole clips; for a model with cross-attention "prompt_embeds" (B, L, E) and
-            "prompt_attention_mask" (B, L).
+        batch: "latents" (B, C, T, h, w) of whole clips; for a model that reads text "prompt_embeds" (B, L, E) and
+            "prompt_attention_mask" (B, L); for SANA-WM the camera's "camera_conditions" and "chunk_plucker".
         noise: of whole clips.
         own_frames: the latent frames that this rank computes, of all `sum(frames_per_rank)`.
     """
@@ -190,14 +200,15 @@ def clip_loss(
     noised_frames = (noise.sigmas > 0).sum(dim=1).to(latents.device)
     latents, noise, sigmas = latents[:, :, own_frames], noise.noise[:, :, own_frames], noise.sigmas[:, own_frames]
     noise, sigmas = noise.to(latents), sigmas.to(latents)
-    text = batch.get("prompt_embeds")
-    prediction = model(
+    inputs = model_inputs(
+        extract_model_from_parallel(model),
         add_noise(latents, noise, sigmas),
         sigmas * NUM_TRAIN_TIMESTEPS,
-        encoder_hidden_states=None if text is None else text.to(latents),
-        encoder_attention_mask=batch.get("prompt_attention_mask"),
-        frames_per_rank=frames_per_rank,
-    ).sample
+        batch,
+        own_frames,
+        frames_per_rank,
+    )
+    prediction = model(**inputs).sample
     return flow_loss(
         prediction, latents, noise, sigmas, prediction_type=config.prediction_type, noised_frames=noised_frames
     )
@@ -257,22 +268,18 @@ def build_mesh(accelerator: Accelerator, cp_size: int) -> DeviceMesh | None:
     return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp_replicate", "cp"))
 
 
-def build_model(config: TrainConfig, channels: int, dtype: torch.dtype) -> VideoDiT:
-    """The model with fresh or given weights.
+def build_model(config: TrainConfig, channels: int, dtype: torch.dtype) -> nn.Module:
+    """The model with fresh or given weights: a VideoDiT, or a transformer of diffusers with GDN swapped in.
 
     Raises:
-        ValueError: a model for latents of another number of channels, or validation of one that knows no chunks.
+        ValueError: validation of a model that cannot be rolled out, and as `load_transformer`.
     """
     if config.pretrained_model_name_or_path:
-        model = VideoDiT.from_pretrained(
-            config.pretrained_model_name_or_path, subfolder="transformer", torch_dtype=dtype, **config.model
-        )
+        model = load_transformer(config.pretrained_model_name_or_path, dtype, config.model, config.swap)
     else:
         model = VideoDiT(**{"in_channels": channels, **config.model})
-    if config.validation_steps and not model.config.chunk_frames:
-        raise ValueError("validation_steps rolls out chunks: it needs a model with chunk_frames")
-    if model.config.in_channels != channels:
-        raise ValueError(f"the model takes {model.config.in_channels} latent channels, the data has {channels}")
+    if config.validation_steps and not (isinstance(model, VideoDiT) and model.config.chunk_frames):
+        raise ValueError("validation_steps rolls out chunks: it needs a VideoDiT with chunk_frames")
     if config.gradient_checkpointing:
         model.enable_gradient_checkpointing()
     return model.double() if dtype == torch.float64 else model
@@ -330,7 +337,9 @@ def start_logs(config: TrainConfig, accelerator: Accelerator, steps_done: int) -
     return Metrics(output_dir / "metrics.jsonl", steps_done)
 
 
-def trained_copy(accelerator: Accelerator, model: nn.Module, ema: EMAModel | None) -> VideoDiT | None:
+def trained_copy(
+    accelerator: Accelerator, model: nn.Module, ema: EMAModel | None, config: TrainConfig
+) -> nn.Module | None:
     """The model as it is trained so far (its average, if one is kept), for one process: the main one, None on others.
 
     All ranks call this.
@@ -343,9 +352,7 @@ def trained_copy(accelerator: Accelerator, model: nn.Module, ema: EMAModel | Non
         ema.restore(model.parameters())
     if not accelerator.is_main_process:
         return None
-    trained = VideoDiT.from_config(accelerator.unwrap_model(model).config)
-    trained.load_state_dict(weights, assign=True)
-    return trained.eval()
+    return plain_copy(accelerator.unwrap_model(model), weights, config.lora_rank)
 
 
 def validate(
@@ -362,13 +369,13 @@ def validate(
 
 
 def save_model(
-    trained: VideoDiT, scheduler: FlowMatchEulerDiscreteScheduler, dataset: VideoLatents, config: TrainConfig
+    trained: nn.Module, scheduler: FlowMatchEulerDiscreteScheduler, dataset: VideoLatents, config: TrainConfig
 ) -> None:
     """A folder as diffusers knows it, and `codec.json`: how latents become a video. rollout.py reads both."""
     output_dir = Path(config.output_dir)
-    if trained.config.chunk_frames:
+    if isinstance(trained, VideoDiT) and trained.config.chunk_frames:
         FrameGDNRolloutPipeline(trained, scheduler, config.prediction_type).save_pretrained(output_dir)
-    else:  # bidirectional, so there is no pipeline that rolls it out
+    else:  # there is no pipeline that rolls it out
         trained.save_pretrained(output_dir / "transformer")
         scheduler.save_pretrained(output_dir / "scheduler")
     (output_dir / "codec.json").write_text(json.dumps(dataset.codec, indent=2) + "\n")
@@ -384,7 +391,7 @@ def peak_memory(device: torch.device) -> float:
 
 if __name__ == "__main__":
     try:
-        options = parse_config(sections={"model": VideoDiT, "data": VideoLatents})
+        options = parse_config(sections={"model": VideoDiT, "swap": SwapOptions, "data": VideoLatents})
     except ValueError as error:
         sys.exit(f"train.py: {error}")
     main(options)

@@ -1,8 +1,8 @@
 """The options of train.py: typed dataclasses, read from a YAML and overridden on the command line.
 
 Names are those of diffusers' example scripts wherever they have one. Options are flat, so `--learning_rate 1e-4` and a
-YAML's `learning_rate: 1e-4` are the same thing; `model:` and `data:` are mappings whose keys are the arguments of the
-class or function they are handed to (`--model.num_layers 8` on the command line). A key that nobody knows is an error.
+YAML's `learning_rate: 1e-4` are the same thing; `model:`, `swap:` and `data:` are mappings whose keys are the
+arguments of what they are handed to (`--model.num_layers 8` on the command line). A key that nobody knows is an error.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class OptimizationConfig:
     max_grad_norm: float = option(1.0, "gradients are clipped to this norm; 0: not at all")
     use_ema: bool = option(False, "keep an exponential moving average of the weights, and save and validate with it")
     ema_decay: float = option(0.9999, "its largest decay")
+    train_gates_only: bool = option(False, "train nothing but GDN's gates")
+    lora_rank: int | None = option(None, "train a LoRA of the self-attentions' projections, and GDN's gates")
 
 
 @dataclass(kw_only=True)
@@ -88,18 +90,25 @@ class TrainConfig(ObjectiveConfig, OptimizationConfig, RunConfig):
     """Every option of train.py."""
 
     pretrained_model_name_or_path: str | None = option(
-        None, "a folder (or hub name) whose transformer/ is trained further, `model` overriding its configuration"
+        None,
+        "a folder (or hub name) whose transformer is trained further: a VideoDiT, its configuration overridden by "
+        "`model`, or a transformer of diffusers, into which GDN is swapped as `swap` says",
     )
     model: dict[str, Any] = option({}, "arguments of VideoDiT")
+    swap: dict[str, Any] = option({}, "arguments of frame_gdn.swap")
     data: dict[str, Any] = option({}, "arguments of training.data.VideoLatents")
 
     def __post_init__(self) -> None:
         counts = "train_batch_size gradient_accumulation_steps cp_size checkpointing_steps num_train_epochs"
-        optional_counts = "max_train_steps validation_steps checkpoints_total_limit"
+        optional_counts = "max_train_steps validation_steps checkpoints_total_limit lora_rank"
         for name in f"{counts} {optional_counts}".split():
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.train_gates_only and self.lora_rank:
+            raise ValueError("train_gates_only and lora_rank exclude each other: a LoRA is trained with the gates")
+        if self.swap and not self.pretrained_model_name_or_path:
+            raise ValueError("swap is for the transformer of a pretrained_model_name_or_path, which is not given")
 
     def save(self, path: Path) -> None:
         path.write_text(yaml.safe_dump(asdict(self), sort_keys=False))
@@ -112,7 +121,7 @@ def parse_config(
 
     Args:
         argv: the command line without the program's name; None: that of this process.
-        sections: for each mapping (`model`, `data`) the class or function whose arguments its keys must be.
+        sections: for each mapping (`model`, `swap`, `data`) the class or function whose arguments its keys must be.
 
     Raises:
         ValueError: an option or key that does not exist (the nearest one is suggested), or a value of the wrong type.
@@ -122,7 +131,7 @@ def parse_config(
     )
     parser.add_argument("--config", help="YAML file of these options")
     for f in fields(TrainConfig):
-        if f.name not in ("model", "data"):
+        if f.type != "dict[str, Any]":
             flag = {"nargs": "?", "const": "true"} if f.type == "bool" else {}
             parser.add_argument(f"--{f.name}", help=f"{f.metadata['help']} (default: {f.default})".strip(), **flag)
     flags, rest = parser.parse_known_args(argv)

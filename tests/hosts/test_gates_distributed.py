@@ -10,7 +10,7 @@ from torch import Tensor
 from frame_gdn import parallelize, swap
 from tests.distributed.helpers import run_ranks, split
 from tests.helpers import fill_randomly
-from tests.hosts.warm_start import SWAPPED, blocks_of, frames_of, tiny_inputs, tiny_model
+from tests.hosts.warm_start import SWAPPED, blocks_of, frames_of, keep_float64, tiny_inputs, tiny_model
 from tests.models.helpers import assert_same_gradients, gradients
 
 TOLERANCE = 1e-11
@@ -37,17 +37,6 @@ def loss_of(sample: Tensor, first_frame: int = 0) -> Tensor:
     """Every output counts differently; over shards, the shards' losses add up to the clip's."""
     weight = torch.randn(2, 4, 64, 4, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     return (sample * weight[:, :, first_frame : first_frame + sample.shape[2]]).sum()
-
-
-def keep_float64() -> None:
-    """The hosts cast to float32 here and there; of a float64 model we want to see all digits."""
-    to = Tensor.to
-
-    def cast(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        narrows = self.dtype == torch.float64 and torch.float32 in args
-        return self if narrows else to(self, *args, **kwargs)
-
-    Tensor.to, Tensor.float = cast, lambda self: cast(self, torch.float32)  # type: ignore[method-assign]
 
 
 def all_cases(rank: int, size: int) -> None:

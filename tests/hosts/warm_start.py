@@ -66,3 +66,14 @@ def frames_of(inputs: dict[str, Tensor], frames: slice) -> dict[str, Tensor]:
 
 def blocks_of(model: Any, host: str) -> Any:
     return getattr(model, BLOCKS[host])
+
+
+def keep_float64() -> None:
+    """The hosts cast to float32 here and there; of a float64 model we want to see all digits."""
+    to = Tensor.to
+
+    def cast(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        narrows = self.dtype == torch.float64 and torch.float32 in args
+        return self if narrows else to(self, *args, **kwargs)
+
+    Tensor.to, Tensor.float = cast, lambda self: cast(self, torch.float32)  # type: ignore[method-assign]
