@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from ..gdn import bidirectional_gdn
-from ..layer import apply_rotary
 from ..torch_kernels import accumulation_dtype
 from . import SwapOptions, Swapped, refuse_hooks
 from .clip import Clip
@@ -91,13 +90,12 @@ class GatedAttention(Swapped):
         frames = x.unflatten(1, (clip.frames, -1))
         key_scale = self.start_scale * (k.shape[-1] * frames.shape[2]) ** -0.5
         q, k = F.relu(q), F.relu(k) * key_scale
-        rotary = clip.pairs(x.device)
         gate = self.gate_proj(frames.mean(2))
         wide = accumulation_dtype(gate.dtype)
         decay = torch.exp(-self.A_log.to(wide).exp() * F.softplus(gate.to(wide) + self.dt_bias.to(wide)))
         out, _ = bidirectional_gdn(
             q, k, v, self.beta_proj(x).sigmoid(), decay,
-            q_rot=apply_rotary(q, *rotary), k_rot=apply_rotary(k, *rotary), chunk_frames=clip.chunk_frames,
+            rotary=clip.pairs(x.device), chunk_frames=clip.chunk_frames,
             group=self.group, frames_per_rank=clip.counts, backend=self.backend,
         )  # fmt: skip
         return out.flatten(2)

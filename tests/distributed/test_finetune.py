@@ -10,6 +10,8 @@ from diffusers import SanaVideoTransformer3DModel
 from safetensors.torch import load_file
 from torch import Tensor
 
+pytest.importorskip("diffusers", minversion="0.42")  # which has SANA-WM
+
 import train
 from frame_gdn import swap
 from frame_gdn.hosts import sana_video
