@@ -1,6 +1,8 @@
 """train.py on transformers of diffusers: from a saved folder, through swap, to a folder that loads again."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +151,16 @@ def test_gates_alone_or_beside_a_lora_are_trained_and_saved_as_a_plain_model(inp
         assert moved == {key for key in start if any(part in key for part in trained)}
         with torch.no_grad():
             assert model(**tiny_inputs()).sample.isfinite().all()
+
+
+@pytest.mark.slow
+def test_the_example_runs_offline(tmp_path: Path) -> None:
+    script = Path(train.__file__).parent / "examples" / "finetune_sana_video.py"
+    command = [sys.executable, str(script), "--tiny", "--output_dir=out", "--max_train_steps=2", "--lora_rank=2"]
+    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "at the first of 2 steps" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
 @pytest.mark.parametrize(

@@ -339,3 +339,27 @@ def test_attention_backends_can_be_chosen(host: str) -> None:
     expected = sample(model)
     model.set_attention_backend("_native_math")
     assert relative_error(sample(model), expected) < 1e-5
+
+
+def test_quantised_projections_stay_in_place(host: str) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = tiny_model(host)
+    projections = ("attn1.to_q", "attn1.to_k", "attn1.to_v")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig(), lambda module, name: name.endswith(projections))
+    weights = [blocks_of(model, host)[i].attn1.to_k.weight for i in range(3)]
+    swap(model, blocks=[0, 1, 2])
+    fill_gates(model)
+    for block, weight in zip(blocks_of(model, host), weights, strict=True):
+        assert block.attn1.to_k.weight is weight and type(weight) is not nn.Parameter
+        assert type(block.attn1.beta_proj.weight) is nn.Parameter
+    plain = swap(tiny_model(host), blocks=[0, 1, 2])
+    fill_gates(plain)
+    assert 0 < relative_error(sample(model), sample(plain)) < 0.05
+
+
+def fill_gates(model: Any) -> None:
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(GATES):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
