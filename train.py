@@ -170,7 +170,7 @@ def main(config: TrainConfig) -> None:
         if metrics is not None:
             metrics.write(step=step, **values)
         accelerator.log(values, step=step)
-        progress.set_postfix(loss=f"{values['loss']:.3f}", lr=f"{learning_rate:.2e}")
+        progress.set_postfix(loss=f"{values['loss']:.3f}", lr=f"{learning_rate:.2e}", refresh=False)
         if step % config.checkpointing_steps == 0 or is_last:
             checkpoints.save(step)
 
