@@ -95,7 +95,7 @@ def gdn_scan_backward_op(
     dq, dq_rot, dX, dx = steps.project_backward(dout, x, states, eps)
     arriving = Edges(dS, dz if normalize else None, None, None)
     adjoint, leaving = steps.scan_states_adjoint(tr, dX, dx, arriving, ends, reverse)
-    dk, dv, dbeta, ddecay, dk_rot = steps.transitions_backward(x, entering, states, adjoint)
+    dk, dv, dbeta, ddecay, dk_rot = steps.transitions_backward(x, tr, entering, states, adjoint)
     found = [dq, dk, dv, dbeta, ddecay, dq_rot, dk_rot, leaving.S, leaving.z]
     inputs = [q, k, v, beta, decay, q_rot, k_rot, S0, z0]
     return [q.new_empty(0) if given is None else _own(d, given) for given, d in zip(inputs, found, strict=True)]

@@ -120,7 +120,7 @@ class _GDNScan(torch.autograd.Function):
                 leaving = steps.leaving_adjoint(tr, dX, dx, options.ends, options.reverse)
                 arriving = _exchange_adjoint(tr, leaving, arriving, kept, options, steps)
             adjoint, leaving = steps.scan_states_adjoint(tr, dX, dx, arriving, options.ends, options.reverse)
-            dk, dv, dbeta, ddecay, dk_rot = steps.transitions_backward(x, entering, states, adjoint)
+            dk, dv, dbeta, ddecay, dk_rot = steps.transitions_backward(x, tr, entering, states, adjoint)
         dS0 = leaving.S if rank == 0 else torch.zeros_like(leaving.S)
         dz0 = None if leaving.z is None else leaving.z if rank == 0 else torch.zeros_like(leaving.z)
         needs = ctx.needs_input_grad

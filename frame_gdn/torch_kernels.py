@@ -122,9 +122,9 @@ def transitions(x: Inputs, normalize: bool) -> Transitions:
 
 
 def transitions_backward(
-    x: Inputs, entering: Edges, states: States, adjoint: States
+    x: Inputs, tr: Transitions | None, entering: Edges, states: States, adjoint: States
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of k, v, beta, decay, k_rot from the adjoint states.
+    """Gradients of k, v, beta, decay, k_rot from the adjoint states; `tr` is not needed here.
 
     With G the adjoint of S_t and F that of R_t, dU = G + F and dW = S_{t-1}ᵀ G + R_{t+1}ᵀ F; the denominator's
     dW° has rank two and is never built.

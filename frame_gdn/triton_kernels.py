@@ -101,11 +101,15 @@ def _scaled(x, EXACT: tl.constexpr):
 
 @triton.jit
 def _outer_products(
-    left_ptr, left_n, k_ptr, k_n, beta_ptr, beta_n, cos_ptr, sin_ptr, tokens, i, j,
+    left_ptr, left_n, k_ptr, k_n, beta_ptr, beta_n, cos_ptr, sin_ptr, tokens, i, j, z, eps,
     D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
-    KEYS: tl.constexpr, TABLES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    KEYS: tl.constexpr, TABLES: tl.constexpr, WEIGHT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Block (i, j) of the sum over a frame's tokens of left (beta k)ᵀ, and block j of that of beta k."""
+    """Block (i, j) of the sum over a frame's tokens of left (w k)ᵀ, and block j of that of w k.
+
+    WEIGHT says what w is: "beta"; "den" for 1 / (zᵀ k + eps), k not yet rotated; "den_given" for the same of other
+    tokens, at beta_ptr; or "none" for 1.
+    """
     EXACT: tl.constexpr = PRECISION != "tf32"
     offs_n = tl.arange(0, BN)
     offs_i = i * BD + tl.arange(0, BD)
@@ -113,21 +117,30 @@ def _outer_products(
     product = tl.zeros((BD, BD), dtype=tl.float32)
     total = tl.zeros((16, BD), dtype=tl.float32)  # summed over its rows once, after the loop
     # Too narrow for an asynchronous copy, beta is read a turn ahead by hand; the compiler does that for the tiles.
-    next_beta = tl.load(beta_ptr + offs_n * beta_n, mask=offs_n < tokens, other=0.0)
+    if WEIGHT == "beta":
+        next_beta = tl.load(beta_ptr + offs_n * beta_n, mask=offs_n < tokens, other=0.0)
     for n0 in tl.range(0, tokens, BN, num_stages=STAGES):
         n = n0 + offs_n
         live = n < tokens
-        beta = next_beta.to(tl.float32)
-        next_beta = tl.load(beta_ptr + (n + BN) * beta_n, mask=n + BN < tokens, other=0.0)
+        if WEIGHT == "beta":
+            weight = next_beta.to(tl.float32)
+            next_beta = tl.load(beta_ptr + (n + BN) * beta_n, mask=n + BN < tokens, other=0.0)
         raw = _load_tokens(k_ptr, n, live, k_n, offs_j, D)
         left = raw
         if not KEYS or NB > 1:
             left = _load_tokens(left_ptr, n, live, left_n, offs_i, D)
         key = raw.to(tl.float32)
+        if WEIGHT == "den" or WEIGHT == "den_given":
+            plain = key
+            if WEIGHT == "den_given":
+                plain = _load_tokens(beta_ptr, n, live, beta_n, offs_j, D).to(tl.float32)
+            weight = tl.where(live, 1.0 / (tl.sum(plain * z[None, :], 1) + eps), 0.0)
         if TABLES:
             cos, sin = _load_tables(cos_ptr, sin_ptr, n, live, j, BD, D)
             key = _rotate(key, cos, sin, BN, BD)
-        written = key * beta[:, None]
+        written = key
+        if WEIGHT != "none":
+            written = key * weight[:, None]
         if KEYS and NB == 1:
             if EXACT or TABLES:
                 left = key.to(tl.float32 if EXACT else raw.dtype)
@@ -142,7 +155,10 @@ def _outer_products(
         if EXACT:
             product = tl.dot(tl.trans(left), written, product, input_precision=PRECISION)
         else:
-            product = _dot16(tl.trans(left), written.to(raw.dtype), product)
+            rounded = written.to(raw.dtype)
+            product = _dot16(tl.trans(left), rounded, product)
+            if WEIGHT != "beta":  # what enters the adjoint of the whole scan keeps its last bits
+                product = _dot16(tl.trans(left), (written - rounded.to(tl.float32)).to(raw.dtype), product)
     return product, tl.sum(total, 0)
 
 
@@ -191,14 +207,14 @@ def _transitions_kernel(
         kr_ptr, kr_n = k_ptr, k_n
     if kind == 0:
         u, _ = _outer_products(
-            v_ptr, v_n, kr_ptr, kr_n, beta_ptr, beta_n, cos_ptr, sin_ptr, tokens, i, j,
-            D, BD, NB, BN, False, TABLES, PRECISION, STAGES,
+            v_ptr, v_n, kr_ptr, kr_n, beta_ptr, beta_n, cos_ptr, sin_ptr, tokens, i, j, 0.0, 0.0,
+            D, BD, NB, BN, False, TABLES, "beta", PRECISION, STAGES,
         )  # fmt: skip
         tl.store(U_ptr + block, u, mask=inside)
     elif kind == 1:
         a, total = _outer_products(
-            kr_ptr, kr_n, kr_ptr, kr_n, beta_ptr, beta_n, cos_ptr, sin_ptr, tokens, i, j,
-            D, BD, NB, BN, True, TABLES, PRECISION, STAGES,
+            kr_ptr, kr_n, kr_ptr, kr_n, beta_ptr, beta_n, cos_ptr, sin_ptr, tokens, i, j, 0.0, 0.0,
+            D, BD, NB, BN, True, TABLES, "beta", PRECISION, STAGES,
         )  # fmt: skip
         tl.store(A_ptr + block, a.to(A_ptr.dtype.element_ty), mask=inside)
         if R > D and not SEPARATE:  # noqa: SIM102 (known when compiling, the inner one is not)
@@ -207,8 +223,8 @@ def _transitions_kernel(
     else:
         if SEPARATE:
             a, total = _outer_products(
-                k_ptr, k_n, k_ptr, k_n, beta_ptr, beta_n, cos_ptr, sin_ptr, tokens, i, j,
-                D, BD, NB, BN, True, False, PRECISION, STAGES,
+                k_ptr, k_n, k_ptr, k_n, beta_ptr, beta_n, cos_ptr, sin_ptr, tokens, i, j, 0.0, 0.0,
+                D, BD, NB, BN, True, False, "beta", PRECISION, STAGES,
             )  # fmt: skip
             tl.store(A_ptr + block, a.to(A_ptr.dtype.element_ty), mask=inside)
             if i == 0:
@@ -361,13 +377,17 @@ def _load_met(S_ptr, R_ptr, offs, keep, REVERSE: tl.constexpr):
 
 @triton.jit
 def _project_kernel(
-    q_ptr, qr_ptr, mask_ptr, cos_ptr, sin_ptr, S_ptr, R_ptr, out_ptr, eps,
-    q_b, q_n, q_h, qr_b, qr_n, qr_h, out_b, out_n, out_h,
+    q_ptr, qr_ptr, beta_ptr, mask_ptr, cos_ptr, sin_ptr, S_ptr, R_ptr, out_ptr, eps,
+    q_b, q_n, q_h, qr_b, qr_n, qr_h, beta_b, beta_n, beta_h, out_b, out_n, out_h,
     H, T, S, per_program,
     D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
-    ROTARY: tl.constexpr, MASK: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    ROTARY: tl.constexpr, WEIGHT: tl.constexpr, MASK: tl.constexpr, REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One block of value channels of one frame's tokens (or of a share of them): (S + R) q~ / ((z + y)ᵀ q + eps)."""
+    """One block of value channels of one frame's tokens (or of a share of them): w (S + R) q~.
+
+    WEIGHT says what w is: "den" for 1 / ((z + y)ᵀ q + eps), "beta", or "none" for 1.
+    """
     pid, share = tl.program_id(0), tl.program_id(1)
     i = pid % NB
     h = (pid // NB) % H
@@ -376,13 +396,13 @@ def _project_kernel(
     frame = (b * H + h) * T + t
     token = t.to(tl.int64) * S
     EXACT: tl.constexpr = PRECISION != "tf32"
-    NORMALIZE: tl.constexpr = R > D
 
     active = True
     if MASK:
         active = tl.load(mask_ptr + b * T + t) != 0
     q_ptr += b * q_b + token * q_n + h * q_h
     qr_ptr += b * qr_b + token * qr_n + h * qr_h
+    beta_ptr += b * beta_b + token * beta_n + h * beta_h
     out_ptr += b * out_b + token * out_n + h * out_h
     cos_ptr += token * (D // 2)
     sin_ptr += token * (D // 2)
@@ -394,7 +414,7 @@ def _project_kernel(
     x0, size0 = _scaled(_load_met(S_ptr, R_ptr, offs, (v < D)[:, None] & (d0 < D)[None, :], REVERSE), EXACT)
     if NB == 2:
         x1, size1 = _scaled(_load_met(S_ptr, R_ptr, offs + BD, (v < D)[:, None] & (d1 < D)[None, :], REVERSE), EXACT)
-    if NORMALIZE:
+    if WEIGHT == "den":
         z0 = _load_met(S_ptr, R_ptr, frame * R * D + D * D + d0, d0 < D, REVERSE)
         if NB == 2:
             z1 = _load_met(S_ptr, R_ptr, frame * R * D + D * D + d1, d1 < D, REVERSE)
@@ -427,7 +447,9 @@ def _project_kernel(
         scale = tl.full((BN,), 1.0, tl.float32)
         if NB == 2:
             q1 = _load_tokens(q_ptr, n, n < readable, q_n, d1, D).to(tl.float32)
-        if NORMALIZE:
+        if WEIGHT == "beta":
+            scale = tl.load(beta_ptr + n * beta_n, mask=n < readable, other=0.0).to(tl.float32)
+        if WEIGHT == "den":
             den = tl.sum(q0 * z0[None, :], 1)
             if NB == 2:
                 den += tl.sum(q1 * z1[None, :], 1)
@@ -455,14 +477,95 @@ def _project_kernel(
 
 
 @triton.jit
-def _project_backward_kernel(
+def _state_input_gradient_kernel(
+    dout_ptr, q_ptr, qr_ptr, mask_ptr, cos_ptr, sin_ptr, S_ptr, R_ptr, dX_ptr, eps,
+    dout_b, dout_n, dout_h, q_b, q_n, q_h, qr_b, qr_n, qr_h, H, T, S,
+    D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+    ROTARY: tl.constexpr, MASK: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One frame's gradient of the summed numerator states, dX = dout diag(w) Q~ᵀ with w = 1 / ((z + y)ᵀ q + eps)."""
+    pid = tl.program_id(0)
+    h = pid % H
+    t = (pid // H) % T
+    b = (pid // (H * T)).to(tl.int64)
+    frame = (b * H + h) * T + t
+    token = t.to(tl.int64) * S
+    active = True
+    if MASK:
+        active = tl.load(mask_ptr + b * T + t) != 0
+    tokens = tl.where(active, S, 0)
+    dout_ptr += b * dout_b + token * dout_n + h * dout_h
+    q_ptr += b * q_b + token * q_n + h * q_h
+    qr_ptr += b * qr_b + token * qr_n + h * qr_h
+    cos_ptr += token * (D // 2)
+    sin_ptr += token * (D // 2)
+    d = tl.arange(0, BD)
+    z = tl.zeros((BD,), dtype=tl.float32)
+    if R > D:
+        z = _load_met(S_ptr, R_ptr, frame * R * D + D * D + d, d < D, REVERSE)
+    if ROTARY == "none":
+        qr_ptr, qr_n = q_ptr, q_n
+    dX, _ = _outer_products(
+        dout_ptr, dout_n, q_ptr if ROTARY == "tables" else qr_ptr, q_n if ROTARY == "tables" else qr_n,
+        q_ptr, q_n, cos_ptr, sin_ptr, tokens, 0, 0, z, eps,
+        D, BD, 1, BN, False, ROTARY == "tables",
+        "none" if R == D else "den_given" if ROTARY == "given" else "den", PRECISION, STAGES,
+    )  # fmt: skip
+    square = d[:, None] * D + d[None, :]
+    tl.store(dX_ptr + frame * R * D + square, dX, mask=(d < D)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _matrix_operand(x, BF16: tl.constexpr, EXACT: tl.constexpr):
+    """A float32 matrix as the right operand of products with tokens, in two parts, and its factor.
+
+    bfloat16 needs no factor and leaves a rest that a second product adds; float16 is scaled by a power of two.
+    """
+    if EXACT:
+        return x, x, 1.0
+    elif BF16:
+        high = x.to(tl.bfloat16)
+        return high, (x - high.to(tl.float32)).to(tl.bfloat16), 1.0
+    else:
+        scaled, size = _scaled(x, False)
+        return scaled, scaled, size
+
+
+@triton.jit
+def _token_operand(raw, x, CHANGED: tl.constexpr, EXACT: tl.constexpr):
+    """Tokens as the left operand and the factor of each row: as loaded where nothing CHANGED them."""
+    if EXACT:
+        return x, tl.full((x.shape[0],), 1.0, tl.float32)
+    elif not CHANGED:
+        return raw, tl.full((x.shape[0],), 1.0, tl.float32)
+    elif raw.dtype == tl.bfloat16:
+        return x.to(tl.bfloat16), tl.full((x.shape[0],), 1.0, tl.float32)
+    else:
+        return _scaled_rows(x, False)
+
+
+@triton.jit
+def _product(tokens, high, low, TWO: tl.constexpr, PRECISION: tl.constexpr):
+    """tokens @ (high + low), low only where TWO."""
+    if PRECISION != "tf32":
+        return tl.dot(tokens, high, input_precision=PRECISION)
+    else:
+        acc = tl.zeros((tokens.shape[0], high.shape[1]), dtype=tl.float32)
+        acc = _dot16(tokens, high, acc)
+        if TWO:
+            acc = _dot16(tokens, low, acc)
+        return acc
+
+
+@triton.jit
+def _query_gradient_kernel(
     dout_ptr, q_ptr, qr_ptr, mask_ptr, cos_ptr, sin_ptr, S_ptr, R_ptr, dq_ptr, dqr_ptr, dX_ptr, eps,
     dout_b, dout_n, dout_h, q_b, q_n, q_h, qr_b, qr_n, qr_h, dq_b, dq_n, dq_h,
     H, T, S,
     D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
     ROTARY: tl.constexpr, MASK: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One frame: dq, dq~ and the gradient of the summed states, its last row that of z + y."""
+    """One frame: dq~ = w Xᵀ dout, dq, and the gradient of z + y, the last row of dX."""
     pid = tl.program_id(0)
     h = pid % H
     t = (pid // H) % T
@@ -470,6 +573,7 @@ def _project_backward_kernel(
     frame = (b * H + h) * T + t
     token = t.to(tl.int64) * S
     EXACT: tl.constexpr = PRECISION != "tf32"
+    TWO: tl.constexpr = q_ptr.dtype.element_ty == tl.bfloat16
     NORMALIZE: tl.constexpr = R > D
 
     active = True
@@ -486,39 +590,37 @@ def _project_backward_kernel(
     d = tl.arange(0, BD)
     square = d[:, None] * D + d[None, :]
     keep = (d < D)[:, None] & (d < D)[None, :]
-    x, size = _scaled(_load_met(S_ptr, R_ptr, frame * R * D + square, keep, REVERSE), EXACT)
+    x = _load_met(S_ptr, R_ptr, frame * R * D + square, keep, REVERSE)
+    x_high, x_low, size = _matrix_operand(x, TWO, EXACT)
     if NORMALIZE:
         z = _load_met(S_ptr, R_ptr, frame * R * D + D * D + d, d < D, REVERSE)
-    dX = tl.zeros((BD, BD), dtype=tl.float32)
-    dz = tl.zeros((BD,), dtype=tl.float32)
+        dz = tl.zeros((BN, BD), dtype=tl.float32)
 
     for n0 in tl.range(0, S, BN, num_stages=STAGES):
         n = n0 + tl.arange(0, BN)
         live = n < S
         read = live & active
-        q = _load_tokens(q_ptr, n, read, q_n, d, D).to(tl.float32)
-        dnum = _load_tokens(dout_ptr, n, read, dout_n, d, D).to(tl.float32)
-        rotated = q
-        if ROTARY == "given":
-            rotated = _load_tokens(qr_ptr, n, read, qr_n, d, D).to(tl.float32)
+        raw = _load_tokens(dout_ptr, n, read, dout_n, d, D)
+        rows, row_size = _token_operand(raw, raw.to(tl.float32), False, EXACT)
+        weight = row_size * size
+        if NORMALIZE:
+            q = _load_tokens(q_ptr, n, read, q_n, d, D).to(tl.float32)
+            scale = tl.where(read, 1.0 / (tl.sum(q * z[None, :], 1) + eps), 0.0)
+            weight *= scale
         if ROTARY == "tables":
             cos, sin = _load_tables(cos_ptr, sin_ptr, n, read, 0, BD, D)
-            rotated = _rotate(q, cos, sin, BN, BD)
-        if NORMALIZE:
-            scale = tl.where(read, 1.0 / (tl.sum(q * z[None, :], 1) + eps), 0.0)
-            dnum *= scale[:, None]
-        rows, row_size = _scaled_rows(dnum, EXACT)
-        dq_rot = tl.dot(rows, x, input_precision=PRECISION) * (row_size * size)[:, None]
+        dq_rot = _product(rows, x_high, x_low, TWO, PRECISION) * weight[:, None]
         dq = tl.zeros((BN, BD), dtype=tl.float32)
         if NORMALIZE:
             # num . dnum without num: q~ . (Xᵀ dnum), and the second factor is dq~.
+            rotated = q
+            if ROTARY == "given":
+                rotated = _load_tokens(qr_ptr, n, read, qr_n, d, D).to(tl.float32)
+            if ROTARY == "tables":
+                rotated = _rotate(q, cos, sin, BN, BD)
             dden = -tl.sum(dq_rot * rotated, 1) * scale
-            dz += tl.sum(q * dden[:, None], 0)
+            dz += q * dden[:, None]
             dq = dden[:, None] * z[None, :]
-        if EXACT or q_ptr.dtype.element_ty == tl.float16:
-            dX = tl.dot(tl.trans(dnum), rotated, dX, input_precision="tf32x3")
-        else:
-            dX = _dot16(tl.trans(dnum.to(tl.bfloat16)), rotated.to(tl.bfloat16), dX)
         out = n[:, None] * dq_n + d[None, :]
         out_keep = live[:, None] & (d < D)[None, :]
         if ROTARY == "given":
@@ -529,28 +631,38 @@ def _project_backward_kernel(
             dq += dq_rot
         tl.store(dq_ptr + out, dq.to(dq_ptr.dtype.element_ty), mask=out_keep)
 
-    tl.store(dX_ptr + frame * R * D + square, dX, mask=keep)
     if NORMALIZE:
-        tl.store(dX_ptr + frame * R * D + D * D + d, dz, mask=d < D)
+        tl.store(dX_ptr + frame * R * D + D * D + d, tl.sum(dz, 0), mask=d < D)
 
 
 # --- gradients of the transitions -------------------------------------------------------------------------------
 
 
 @triton.jit
-def _state_gradient_kernel(
-    S_ptr, R_ptr, entering_ptr, G_ptr, F_ptr, P_ptr, ddecay_ptr, T,
+def _transition_gradient_kernel(
+    A_ptr, decay_ptr, mask_ptr, S_ptr, R_ptr, entering_ptr, G_ptr, F_ptr, P_ptr, Q_ptr, ddecay_ptr,
+    H, T, A_kind, decay_b, decay_t, decay_h,
     D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr,
-    ENTERING: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    MASK: tl.constexpr, SEPARATE: tl.constexpr, ENTERING: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """P = dW + dWᵀ with dW = S_{t-1}ᵀ G_t + R_{t+1}ᵀ F_t, and the part of the decay's gradient without tokens."""
+    """One frame: P = -g (dW + dWᵀ) with dW = S_{t-1}ᵀ G_t + R_{t+1}ᵀ F_t, Q the same of dW°, and ddecay = <dW, I - A>.
+
+    Where numerator and denominator share their keys, P is the sum of both and there is no Q.
+    """
     sequence = tl.program_id(0).to(tl.int64)
     t = tl.program_id(1)
+    b, h = sequence // H, sequence % H
     frame = sequence * T + t
     EXACT: tl.constexpr = PRECISION != "tf32"
+    active = True
+    if MASK:
+        active = tl.load(mask_ptr + b * T + t) != 0
+    decay = tl.load(decay_ptr + b * decay_b + t * decay_t + h * decay_h).to(tl.float32)
+    decay = tl.where(active, decay, 0.0)
     d = tl.arange(0, BD)
     square = d[:, None] * D + d[None, :]
     keep = (d < D)[:, None] & (d < D)[None, :]
+    diagonal = tl.where(d[:, None] == d[None, :], 1.0, 0.0)
 
     before_ptr = S_ptr + (frame - 1) * R * D
     if ENTERING:
@@ -563,38 +675,53 @@ def _state_gradient_kernel(
         after, after_size = _scaled(tl.load(R_ptr + frame * R * D + square, mask=keep, other=0.0), EXACT)
         f, f_size = _scaled(tl.load(F_ptr + frame * R * D + square, mask=keep, other=0.0), EXACT)
         dW += tl.dot(tl.trans(after), f, input_precision=PRECISION) * (after_size * f_size)
-    trace = tl.sum(tl.sum(tl.where(d[:, None] == d[None, :], dW, 0.0), 1), 0)
+    a = tl.load(A_ptr + frame * D * D + square, mask=keep, other=0.0).to(tl.float32)
+    ddecay = tl.sum(tl.sum(dW * (diagonal - a), 1), 0)
+    both = dW + tl.trans(dW)
     if R > D:
+        row = frame * R * D + D * D + d
         z = tl.load(before_ptr + D * D + d, mask=(d < D) & exists, other=0.0)
-        trace += tl.sum(z * tl.load(G_ptr + frame * R * D + D * D + d, mask=d < D, other=0.0), 0)
+        gamma = tl.load(G_ptr + row, mask=d < D, other=0.0)
+        dW_z = gamma[:, None] * z[None, :]
+        twice = dW_z + z[:, None] * gamma[None, :]
         if REVERSE:
-            y = tl.load(R_ptr + frame * R * D + D * D + d, mask=d < D, other=0.0)
-            trace += tl.sum(y * tl.load(F_ptr + frame * R * D + D * D + d, mask=d < D, other=0.0), 0)
-    tl.store(P_ptr + frame * D * D + square, dW + tl.trans(dW), mask=keep)
-    tl.store(ddecay_ptr + frame, trace)
+            y = tl.load(R_ptr + row, mask=d < D, other=0.0)
+            phi = tl.load(F_ptr + row, mask=d < D, other=0.0)
+            dW_z += phi[:, None] * y[None, :]
+            twice += phi[:, None] * y[None, :] + y[:, None] * phi[None, :]
+        if SEPARATE:
+            a = tl.load(A_ptr + A_kind + frame * D * D + square, mask=keep, other=0.0).to(tl.float32)
+            tl.store(Q_ptr + frame * D * D + square, (-decay * twice).to(Q_ptr.dtype.element_ty), mask=keep)
+        else:
+            both += twice
+        ddecay += tl.sum(tl.sum(dW_z * (diagonal - a), 1), 0)
+    tl.store(P_ptr + frame * D * D + square, (-decay * both).to(P_ptr.dtype.element_ty), mask=keep)
+    ddecay = tl.where(active, ddecay, 0.0)
+    tl.store(ddecay_ptr + (b * T + t) * H + h, ddecay.to(ddecay_ptr.dtype.element_ty))
 
 
 @triton.jit
-def _transitions_backward_kernel(
-    k_ptr, kr_ptr, v_ptr, beta_ptr, gate_ptr, mask_ptr, cos_ptr, sin_ptr,
-    S_ptr, R_ptr, entering_ptr, G_ptr, F_ptr, P_ptr, trace_ptr,
-    dk_ptr, dkr_ptr, dv_ptr, dbeta_ptr, ddecay_ptr,
-    k_b, k_n, k_h, kr_b, kr_n, kr_h, v_b, v_n, v_h, beta_b, beta_n, beta_h,
-    dk_b, dk_n, dk_h, dbeta_b, dbeta_n, dbeta_h, H, T, S,
+def _key_gradient_kernel(
+    k_ptr, kr_ptr, v_ptr, beta_ptr, mask_ptr, cos_ptr, sin_ptr, G_ptr, F_ptr, P_ptr, Q_ptr, dk_ptr, dkr_ptr, dbeta_ptr,
+    k_b, k_n, k_h, kr_b, kr_n, kr_h, v_b, v_n, v_h, beta_b, beta_n, beta_h, dk_b, dk_n, dk_h,
+    dbeta_b, dbeta_n, dbeta_h, H, T, S,
     D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
-    ROTARY: tl.constexpr, MASK: tl.constexpr, ENTERING: tl.constexpr, REVERSE: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    ROTARY: tl.constexpr, MASK: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One frame: from P = dW + dWᵀ and dU = G + F to dk, dk~, dv, dbeta and ddecay."""
+    """One frame: dk~ = beta (dUᵀ v + P k~), dk = beta (w + Q k), w the sum of the denominator's adjoints, and dbeta.
+
+    dbeta = vᵀ dU k~ + k~ᵀ P k~ / 2 + wᵀ k + kᵀ Q k / 2. Without a rotation the two of dk are one, and so are P and Q.
+    """
     pid = tl.program_id(0)
     h = pid % H
     t = (pid // H) % T
     b = (pid // (H * T)).to(tl.int64)
-    sequence = b * H + h
-    frame = sequence * T + t
+    frame = (b * H + h) * T + t
     token = t.to(tl.int64) * S
     EXACT: tl.constexpr = PRECISION != "tf32"
+    BF16: tl.constexpr = k_ptr.dtype.element_ty == tl.bfloat16
     NORMALIZE: tl.constexpr = R > D
+    SEPARATE: tl.constexpr = NORMALIZE and ROTARY != "none"
 
     active = True
     if MASK:
@@ -605,7 +732,6 @@ def _transitions_backward_kernel(
     beta_ptr += b * beta_b + token * beta_n + h * beta_h
     dk_ptr += b * dk_b + token * dk_n + h * dk_h
     dkr_ptr += b * dk_b + token * dk_n + h * dk_h
-    dv_ptr += b * dk_b + token * dk_n + h * dk_h
     dbeta_ptr += b * dbeta_b + token * dbeta_n + h * dbeta_h
     cos_ptr += token * (D // 2)
     sin_ptr += token * (D // 2)
@@ -613,72 +739,58 @@ def _transitions_backward_kernel(
     d = tl.arange(0, BD)
     square = d[:, None] * D + d[None, :]
     keep = (d < D)[:, None] & (d < D)[None, :]
-    gate = tl.load(gate_ptr + frame)
-    p, p_size = _scaled(tl.load(P_ptr + frame * D * D + square, mask=keep, other=0.0), EXACT)
-    du, du_size = _scaled(_load_met(G_ptr, F_ptr, frame * R * D + square, keep, REVERSE), EXACT)
+    p = tl.load(P_ptr + frame * D * D + square, mask=keep, other=0.0).to(tl.float32)
+    p, _, p_size = _matrix_operand(p, BF16, EXACT)
+    du = _load_met(G_ptr, F_ptr, frame * R * D + square, keep, REVERSE)
+    du, _, du_size = _matrix_operand(du, BF16, EXACT)
+    if SEPARATE:
+        q = tl.load(Q_ptr + frame * D * D + square, mask=keep, other=0.0).to(tl.float32)
+        q, _, q_size = _matrix_operand(q, BF16, EXACT)
     if NORMALIZE:
-        row = frame * R * D + D * D + d
-        before_ptr = S_ptr + (frame - 1) * R * D
-        if ENTERING:
-            before_ptr = tl.where(t > 0, before_ptr, entering_ptr + sequence * R * D)
-        z = tl.load(before_ptr + D * D + d, mask=(d < D) & (ENTERING | (t > 0)), other=0.0)
-        gamma = tl.load(G_ptr + row, mask=d < D, other=0.0)
-        if REVERSE:
-            y = tl.load(R_ptr + row, mask=d < D, other=0.0)
-            phi = tl.load(F_ptr + row, mask=d < D, other=0.0)
-    quadratic = tl.zeros((BN,), dtype=tl.float32)
+        w = _load_met(G_ptr, F_ptr, frame * R * D + D * D + d, d < D, REVERSE)
 
     for n0 in tl.range(0, S, BN, num_stages=STAGES):
         n = n0 + tl.arange(0, BN)
         live = n < S
         read = live & active
-        beta = tl.load(beta_ptr + n * beta_n, mask=read, other=0.0).to(tl.float32)
-        k = _load_tokens(k_ptr, n, read, k_n, d, D).to(tl.float32)
-        v = _load_tokens(v_ptr, n, read, v_n, d, D).to(tl.float32)
-        rotated = k
-        if ROTARY == "given":
-            rotated = _load_tokens(kr_ptr, n, read, kr_n, d, D).to(tl.float32)
-        if ROTARY == "tables":
-            cos, sin = _load_tables(cos_ptr, sin_ptr, n, read, 0, BD, D)
-            rotated = _rotate(k, cos, sin, BN, BD)
-        rows, k_size = _scaled_rows(rotated, EXACT)
-        k_dW = tl.dot(rows, p, input_precision=PRECISION) * (k_size * p_size)[:, None]
-        k_dU = tl.dot(rows, tl.trans(du), input_precision=PRECISION) * (k_size * du_size)[:, None]
-        rows, v_size = _scaled_rows(v, EXACT)
-        v_dU = tl.dot(rows, du, input_precision=PRECISION) * (v_size * du_size)[:, None]
-        k_dW_k = 0.5 * tl.sum(k_dW * rotated, 1)
-        dbeta = tl.sum(v_dU * rotated, 1) - gate * k_dW_k
-        quadratic += beta * k_dW_k
-        dk_rot = beta[:, None] * (v_dU - gate * k_dW)
-        dk = tl.zeros((BN, BD), dtype=tl.float32)
-        if NORMALIZE:
-            k_z, k_gamma = tl.sum(k * z[None, :], 1), tl.sum(k * gamma[None, :], 1)
-            crossed = k_z * k_gamma
-            dk = gamma[None, :] - gate * (gamma[None, :] * k_z[:, None] + z[None, :] * k_gamma[:, None])
-            dbeta += k_gamma
-            if REVERSE:
-                k_y, k_phi = tl.sum(k * y[None, :], 1), tl.sum(k * phi[None, :], 1)
-                crossed += k_y * k_phi
-                dk += phi[None, :] - gate * (phi[None, :] * k_y[:, None] + y[None, :] * k_phi[:, None])
-                dbeta += k_phi
-            dk *= beta[:, None]
-            dbeta -= gate * crossed
-            quadratic += beta * crossed
         out = n[:, None] * dk_n + d[None, :]
         out_keep = live[:, None] & (d < D)[None, :]
+        beta = tl.load(beta_ptr + n * beta_n, mask=read, other=0.0).to(tl.float32)
+        raw_v = _load_tokens(v_ptr, n, read, v_n, d, D)
+        raw = _load_tokens(k_ptr, n, read, k_n, d, D)
+        raw_rotated = raw
         if ROTARY == "given":
-            tl.store(dkr_ptr + out, tl.where(active, dk_rot, 0.0).to(dkr_ptr.dtype.element_ty), mask=out_keep)
+            raw_rotated = _load_tokens(kr_ptr, n, read, kr_n, d, D)
+        rotated = raw_rotated.to(tl.float32)
+        if ROTARY == "tables":
+            cos, sin = _load_tables(cos_ptr, sin_ptr, n, read, 0, BD, D)
+            rotated = _rotate(rotated, cos, sin, BN, BD)
+        rows, size = _token_operand(raw_v, raw_v.to(tl.float32), False, EXACT)
+        v_dU = _product(rows, du, du, False, PRECISION) * (size * du_size)[:, None]
+        rows, size = _token_operand(raw_rotated, rotated, ROTARY == "tables", EXACT)
+        k_P = _product(rows, p, p, False, PRECISION) * (size * p_size)[:, None]
+        dbeta = tl.sum((v_dU + 0.5 * k_P) * rotated, 1)
+        dk_rot = beta[:, None] * (v_dU + k_P)
+        dk = tl.zeros((BN, BD), dtype=tl.float32)
+        if NORMALIZE:
+            k = raw.to(tl.float32)
+            dk += w[None, :]
+            if SEPARATE:
+                rows, size = _token_operand(raw, k, False, EXACT)
+                k_Q = _product(rows, q, q, False, PRECISION) * (size * q_size)[:, None]
+                dbeta += 0.5 * tl.sum(k_Q * k, 1)
+                dk += k_Q
+            dbeta += tl.sum(k * w[None, :], 1)
+            dk *= beta[:, None]
+        if ROTARY == "given":
+            tl.store(dkr_ptr + out, dk_rot.to(dkr_ptr.dtype.element_ty), mask=out_keep)
         elif ROTARY == "tables":
             dk += _rotate(dk_rot, cos, -sin, BN, BD)
         else:
             dk += dk_rot
-        tl.store(dk_ptr + out, tl.where(active, dk, 0.0).to(dk_ptr.dtype.element_ty), mask=out_keep)
-        tl.store(dv_ptr + out, (beta[:, None] * k_dU).to(dv_ptr.dtype.element_ty), mask=out_keep)
-        tl.store(dbeta_ptr + n * dbeta_n, tl.where(active, dbeta, 0.0).to(dbeta_ptr.dtype.element_ty), mask=live)
-
-    ddecay = tl.load(trace_ptr + frame) - tl.sum(quadratic, 0)
-    ddecay = tl.where(active, ddecay, 0.0)
-    tl.store(ddecay_ptr + (b * T + t) * H + h, ddecay.to(ddecay_ptr.dtype.element_ty))
+        tl.store(dk_ptr + out, dk.to(dk_ptr.dtype.element_ty), mask=out_keep)
+        dbeta = tl.where(active, dbeta, 0.0)
+        tl.store(dbeta_ptr + n * dbeta_n, dbeta.to(dbeta_ptr.dtype.element_ty), mask=live)
 
 
 # --- launches ---------------------------------------------------------------------------------------------------
@@ -721,19 +833,29 @@ _TILES: dict[Any, list[dict[str, int]]] = {
         {"BN": 16, "STAGES": 1, "num_warps": 4},
     ],
     (_project_kernel, "ieee"): [{"BN": 16, "STAGES": 1, "num_warps": 8}],
-    (_project_backward_kernel, "ieee"): [{"BN": 16, "STAGES": 1, "num_warps": 8}],
-    (_state_gradient_kernel, "ieee"): [{"num_warps": 8}],
-    (_transitions_backward_kernel, "ieee"): [
-        {"BN": 32, "STAGES": 1, "num_warps": 8},
-        {"BN": 16, "STAGES": 1, "num_warps": 8},
-    ],
-    (_project_backward_kernel, "tf32"): [
+    (_state_input_gradient_kernel, "tf32"): [
+        {"BN": 64, "STAGES": 2, "num_warps": 8, "maxnreg": 128},
         {"BN": 32, "STAGES": 2, "num_warps": 8},
         {"BN": 16, "STAGES": 1, "num_warps": 8},
     ],
-    (_state_gradient_kernel, "tf32"): [{"num_warps": 8}],
-    (_transitions_backward_kernel, "tf32"): [
+    (_state_input_gradient_kernel, "tf32x3"): [
+        {"BN": 32, "STAGES": 2, "num_warps": 8},
+        {"BN": 16, "STAGES": 1, "num_warps": 8},
+    ],
+    (_query_gradient_kernel, "tf32"): [
         {"BN": 64, "STAGES": 2, "num_warps": 8},
+        {"BN": 32, "STAGES": 1, "num_warps": 8},
+        {"BN": 16, "STAGES": 1, "num_warps": 8},
+    ],
+    (_query_gradient_kernel, "ieee"): [{"BN": 16, "STAGES": 1, "num_warps": 8}],
+    (_transition_gradient_kernel, "tf32"): [{"num_warps": 8}],
+    (_transition_gradient_kernel, "tf32x3"): [{"num_warps": 8}],
+    (_key_gradient_kernel, "tf32"): [
+        {"BN": 64, "STAGES": 2, "num_warps": 8},
+        {"BN": 32, "STAGES": 1, "num_warps": 8},
+        {"BN": 16, "STAGES": 1, "num_warps": 8},
+    ],
+    (_key_gradient_kernel, "ieee"): [
         {"BN": 32, "STAGES": 1, "num_warps": 8},
         {"BN": 16, "STAGES": 1, "num_warps": 8},
     ],
@@ -991,10 +1113,18 @@ class TritonSteps:
             return torch_kernels.project(_with_rotated(x), states, eps)
 
     def _project(self, x: Inputs, states: States, eps: float) -> Tensor:
-        B, N, H, D = x.q.shape
-        T = x.decay.shape[1]
         q, q_rot = _dense(x.q), _dense(x.q_rot)
         assert q is not None
+        weight = "none" if states.z is None else "den"
+        return self._met_by(q, q_rot, q, weight, x, states.S, states.R, states.z is not None, eps)
+
+    def _met_by(
+        self, q: Tensor, q_rot: Tensor | None, beta: Tensor, weight: str, x: Inputs, S: Tensor, R: Tensor | None,
+        denominator: bool, eps: float,
+    ) -> Tensor:  # fmt: skip
+        """(S + R) q~ of every token of q, times its weight."""
+        B, N, H, D = q.shape
+        T = x.decay.shape[1]
         rotary, cos, sin = _rotary(x, q_rot, q)
         qr = q if q_rot is None else q_rot
         out = torch.empty(B, N, H, D, dtype=q.dtype, device=q.device)
@@ -1005,10 +1135,10 @@ class TritonSteps:
         if out.numel():
             _launch(
                 _project_kernel, lambda tile: (B * T * H * NB, 1, 1),
-                (q, qr, _flags(x, q), cos, sin, states.S, states.S if states.R is None else states.R, out),
-                (eps, *_tokens(q), *_tokens(qr), *_tokens(out), H, T, N // T, N // T),
-                {"D": D, "R": D if states.z is None else D + 1, "BD": BD, "NB": NB, "ROTARY": rotary,
-                 "MASK": x.mask is not None, "REVERSE": states.R is not None, "PRECISION": precision},
+                (q, qr, beta, _flags(x, q), cos, sin, S, S if R is None else R, out),
+                (eps, *_tokens(q), *_tokens(qr), *_tokens(beta), *_tokens(out), H, T, N // T, N // T),
+                {"D": D, "R": D + denominator, "BD": BD, "NB": NB, "ROTARY": rotary, "WEIGHT": weight,
+                 "MASK": x.mask is not None, "REVERSE": R is not None, "PRECISION": precision},
             )  # fmt: skip
         return out
 
@@ -1037,30 +1167,41 @@ class TritonSteps:
         dq_rot = torch.empty_like(dq) if rotary == "given" else dq
         dX = torch.empty(B, H, T, R, D, dtype=torch.float32, device=q.device)
         if dq.numel():
+            S, R_ = states.S, states.S if states.R is None else states.R
+            options = {"D": D, "R": R, "BD": _blocks(D)[0], "ROTARY": rotary, "MASK": x.mask is not None,
+                       "REVERSE": states.R is not None}  # fmt: skip
+            # float16 has no room for a weight of any size.
+            precision = "tf32" if self._precision(q.dtype) == "tf32" and q.dtype == torch.bfloat16 else "tf32x3"
             _launch(
-                _project_backward_kernel, lambda tile: (B * T * H, 1, 1),
-                (dout, q, qr, _flags(x, q), cos, sin, states.S, states.S if states.R is None else states.R,
-                 dq, dq_rot, dX),
+                _state_input_gradient_kernel, lambda tile: (B * T * H, 1, 1),
+                (dout, q, qr, _flags(x, q), cos, sin, S, R_, dX),
+                (eps, *_tokens(dout), *_tokens(q), *_tokens(qr), H, T, N // T),
+                {**options, "PRECISION": precision},
+            )  # fmt: skip
+            _launch(
+                _query_gradient_kernel, lambda tile: (B * T * H, 1, 1),
+                (dout, q, qr, _flags(x, q), cos, sin, S, R_, dq, dq_rot, dX),
                 (eps, *_tokens(dout), *_tokens(q), *_tokens(qr), *_tokens(dq), H, T, N // T),
-                {"D": D, "R": R, "BD": _blocks(D)[0], "ROTARY": rotary,
-                 "MASK": x.mask is not None, "REVERSE": states.R is not None, "PRECISION": self._full(q.dtype)},
+                {**options, "PRECISION": self._full(q.dtype)},
             )  # fmt: skip
         return dq, dq_rot if rotary == "given" else None, *_states(dX)  # type: ignore[return-value]
 
     def transitions_backward(
-        self, x: Inputs, entering: Edges, states: States, adjoint: States
+        self, x: Inputs, tr: Transitions, entering: Edges, states: States, adjoint: States
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         if x.k.shape[-1] <= 128:
             try:
-                return self._transitions_backward(x, entering, states, adjoint)
+                return self._transitions_backward(x, tr, entering, states, adjoint)
             except OutOfResources:
                 pass
-        dk, dv, dbeta, ddecay, dk_rot = torch_kernels.transitions_backward(_with_rotated(x), entering, states, adjoint)
+        dk, dv, dbeta, ddecay, dk_rot = torch_kernels.transitions_backward(
+            _with_rotated(x), None, entering, states, adjoint
+        )
         dk, dk_rot = _turned_back(dk, dk_rot, x)
         return dk, dv, dbeta, ddecay, dk_rot
 
     def _transitions_backward(
-        self, x: Inputs, entering: Edges, states: States, adjoint: States
+        self, x: Inputs, tr: Transitions, entering: Edges, states: States, adjoint: States
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         B, N, H, D = x.k.shape
         T = x.decay.shape[1]
@@ -1069,35 +1210,36 @@ class TritonSteps:
         rotary, cos, sin = _rotary(x, k_rot, k)
         kr = k if k_rot is None else k_rot
         R = D if states.z is None else D + 1
+        separate = tr.A.shape[0] > 1
         precision = self._full(k.dtype)
         reverse = states.R is not None
         before = _packed(entering.S, entering.z, R)
-        P = torch.empty(B, H, T, D, D, dtype=torch.float32, device=k.device)
-        trace = torch.empty(B, H, T, dtype=torch.float32, device=k.device)
-        gate = x.decay.float().transpose(1, 2).contiguous()
-        dk, dv = (torch.empty(B, N, H, D, dtype=k.dtype, device=k.device) for _ in range(2))
+        P_dtype = torch.bfloat16 if precision == "tf32" and k.dtype == torch.bfloat16 else torch.float32
+        P = torch.empty(1 + separate, B, H, T, D, D, dtype=P_dtype, device=k.device)
+        dk = torch.empty(B, N, H, D, dtype=k.dtype, device=k.device)
         dk_rot = torch.empty_like(dk) if rotary == "given" else dk
         dbeta = torch.empty(B, N, H, dtype=x.beta.dtype, device=k.device)
         ddecay = torch.empty(B, T, H, dtype=x.decay.dtype, device=k.device)
+        S, G = states.S, adjoint.S
+        R_, F = (S, G) if states.R is None or adjoint.R is None else (states.R, adjoint.R)
         if dk.numel():
-            S, G = states.S, adjoint.S
-            R_, F = (S, G) if states.R is None or adjoint.R is None else (states.R, adjoint.R)
-            entered = S if before is None else before
             _launch(
-                _state_gradient_kernel, lambda tile: (B * H, T, 1),
-                (S, R_, entered, G, F, P, trace), (T,),
-                {"D": D, "R": R, "BD": _blocks(D)[0], "ENTERING": before is not None, "REVERSE": reverse,
-                 "PRECISION": precision},
+                _transition_gradient_kernel, lambda tile: (B * H, T, 1),
+                (tr.A, x.decay, _flags(x, k), S, R_, S if before is None else before, G, F, P[0], P[-1], ddecay),
+                (H, T, tr.A.stride(0), *x.decay.stride()),
+                {"D": D, "R": R, "BD": _blocks(D)[0], "MASK": x.mask is not None, "SEPARATE": separate,
+                 "ENTERING": before is not None, "REVERSE": reverse, "PRECISION": tr.precision},
             )  # fmt: skip
             _launch(
-                _transitions_backward_kernel, lambda tile: (B * T * H, 1, 1),
-                (k, kr, v, x.beta, gate, _flags(x, k), cos, sin, S, R_, entered, G, F, P, trace,
-                 dk, dk_rot, dv, dbeta, ddecay),
+                _key_gradient_kernel, lambda tile: (B * T * H, 1, 1),
+                (k, kr, v, x.beta, _flags(x, k), cos, sin, G, F, P[0], P[-1], dk, dk_rot, dbeta),
                 (*_tokens(k), *_tokens(kr), *_tokens(v), *x.beta.stride(), *_tokens(dk), *dbeta.stride(),
                  H, T, N // T),
                 {"D": D, "R": R, "BD": _blocks(D)[0], "ROTARY": rotary, "MASK": x.mask is not None,
-                 "ENTERING": before is not None, "REVERSE": reverse, "PRECISION": precision},
+                 "REVERSE": reverse, "PRECISION": precision},
             )  # fmt: skip
+        # dv = beta dU k~: keys meet the adjoint states as queries meet the states.
+        dv = self._met_by(k, k_rot, x.beta, "beta", x, G, F if reverse else None, R > D, 0.0)
         return dk, dv, dbeta, ddecay, dk_rot if rotary == "given" else None
 
     # the primitive's chains: X_t = X_{t-1} A_t + B_t with any A (..., T, D, D), B (..., T, R, D), R <= D
