@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from . import hosts
-from .parallelize import parallelize
+from .parallelize import cp_group, parallelize
 from .scan import BACKENDS
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -52,6 +52,7 @@ def swap(
         whole = not isinstance(value, bool) and isinstance(value, int)
         if value is not None and not ((whole or (name == "start_scale" and isinstance(value, float))) and value > 0):
             raise ValueError(f"{name} must be None or a positive number, chunk_frames a whole one, got {value!r}")
+    cp_group(group)
     host.replace(model, hosts.SwapOptions(blocks, start_scale, chunk_frames, backend))
     return model if group is None else parallelize(model, group)
 

@@ -1,7 +1,7 @@
-"""What Wan and SanaVideo share: a rotary embedding that tells every block where a call's frames lie in the clip, and
-softmax attention over a clip whose frames are sharded or chunked.
+"""Where a call's frames lie in the clip, and softmax attention over a clip whose frames are sharded or chunked; for
+Wan and SanaVideo also the rotary embedding that tells every block.
 
-Both hosts hand what `rope` returns to every `attn1` and look at it nowhere else, so that is what the clip rides on.
+These two hand what `rope` returns to every `attn1` and look at it nowhere else, so that is what the clip rides on.
 """
 
 from collections.abc import Iterator
@@ -18,35 +18,23 @@ from . import Swapped
 
 
 @dataclass(frozen=True)
-class Clip:
-    """One call's clip as every site sees it; a dataclass, so that no wrapper casts or moves what is in it.
+class Span:
+    """Where the frames of one call lie; a dataclass, so that no wrapper casts or moves what is in it.
 
     Attributes:
         counts: every rank's number of frames; `start` ... `start + frames - 1` of them are here.
         chunk_frames: no frame sees past the end of its chunk; None means one chunk.
-        cos, sin: the host's tables of the frames here, each (1, N_local, 1, D), every pair's value twice.
     """
 
     counts: list[int]
     start: int
     frames: int
     chunk_frames: int | None
-    cos: Tensor
-    sin: Tensor
 
     @property
     def is_plain(self) -> bool:
         """All frames are here and see one another: what the host does by itself is right."""
         return self.chunk_frames is None and len(self.counts) == 1
-
-    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin as the host's own attention takes them."""
-        return self.cos.to(device), self.sin.to(device)
-
-    def pairs(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin (N_local, D/2), each pair's value once, for `layer.apply_rotary`."""
-        cos, sin = self.tables(device)
-        return cos[0, :, 0, 0::2], sin[0, :, 0, 1::2]
 
     def horizons(self) -> Iterator[tuple[int, int, int]]:
         """(first, last, end): of the frames here, first ... last - 1 attend to frames 0 ... end - 1 of the clip."""
@@ -59,6 +47,46 @@ class Clip:
             last = min(end, stop)
             yield first - self.start, last - self.start, end
             first = last
+
+
+def locate(site: Swapped, batch: int, dtype: torch.dtype, frames: int, flags: int = 0) -> Span:
+    """The span of a call in which this rank holds so many frames. One tiny exchange under a group.
+
+    Raises ValueError, on all ranks alike, for ranks that disagree or have no frame.
+    """
+    rank, _ = parallel.rank_and_size(site.group)
+    counts = parallel.agree(
+        parallel.Call("other", batch, 0, 0, dtype, flags, frames, site.chunk_frames or 0),
+        site.group,
+        None,
+        positions=True,
+        check=False,
+    )
+    assert counts is not None
+    if 0 in counts:
+        raise ValueError(f"every rank needs at least one frame, the ranks hold {counts}")
+    return Span(counts, sum(counts[:rank]), frames, site.chunk_frames)
+
+
+@dataclass(frozen=True)
+class Clip(Span):
+    """One call's clip as every site sees it.
+
+    Attributes:
+        cos, sin: the host's tables of the frames here, each (1, N_local, 1, D), every pair's value twice.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin as the host's own attention takes them."""
+        return self.cos.to(device), self.sin.to(device)
+
+    def pairs(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin (N_local, D/2), each pair's value once, for `layer.apply_rotary`."""
+        cos, sin = self.tables(device)
+        return cos[0, :, 0, 0::2], sin[0, :, 0, 1::2]
 
 
 class ClipRotary(Swapped):
@@ -75,33 +103,46 @@ class ClipRotary(Swapped):
         with parallel.checked(self.group):
             if length % patch:
                 raise ValueError(f"the latents' {length} frames are no multiple of the patch size {patch}")
-        rank, _ = parallel.rank_and_size(self.group)
-        counts = parallel.agree(
-            parallel.Call("other", batch, 0, 0, hidden_states.dtype, 0, length // patch, self.chunk_frames or 0),
-            self.group,
-            None,
-            positions=True,
-            check=False,
-        )
-        assert counts is not None
-        if 0 in counts:
-            raise ValueError(f"every rank needs at least one frame, the ranks hold {counts}")
-        start, frames = sum(counts[:rank]), counts[rank]
+        span = locate(self, batch, hidden_states.dtype, length // patch)
+        start, frames = span.start, span.frames
         tables = super().forward(hidden_states.new_empty(0, 0, (start + frames) * patch, height, width))
         tokens = tables[0].shape[1] // (start + frames)
         cos, sin = (table[:, start * tokens :] for table in tables)
-        return Clip(counts, start, frames, self.chunk_frames, cos, sin)
+        return Clip(span.counts, start, frames, span.chunk_frames, cos, sin)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, clip: Clip, group: ProcessGroup | None, backend: Any = None) -> Tensor:
-    """Softmax attention of the frames here, q, k, v (B, N_local, H, D), to those of the clip that they may see."""
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    clip: Span,
+    group: ProcessGroup | None,
+    *,
+    allowed: Tensor | None = None,
+    scale: float | None = None,
+    backend: Any = None,
+) -> Tensor:
+    """Softmax attention of the frames here, q, k, v (B, N_local, H, D), to those of the clip that they may see.
+
+    allowed (B, T) bool: the clip's frames whose keys count; a sample with none of them gets finite nonsense.
+    """
     tokens = q.shape[1] // clip.frames
-    kv = torch.stack([k, v], 2).unflatten(1, (clip.frames, tokens))
-    k, v = parallel.gather_frames(kv, group, clip.counts).flatten(1, 2).unbind(2)
+    if len(clip.counts) > 1:
+        kv = torch.stack([k, v], 2).unflatten(1, (clip.frames, tokens))
+        k, v = parallel.gather_frames(kv, group, clip.counts).flatten(1, 2).unbind(2)
+    mask = None
+    if allowed is not None:
+        allowed = allowed | ~allowed.any(1, keepdim=True)
+        mask = allowed.repeat_interleave(tokens, 1, output_size=k.shape[1])[:, None, None]
     out = [
         dispatch_attention_fn(
-            q[:, first * tokens : last * tokens], k[:, : end * tokens], v[:, : end * tokens], backend=backend
+            q[:, first * tokens : last * tokens],
+            k[:, : end * tokens],
+            v[:, : end * tokens],
+            attn_mask=None if mask is None else mask[..., : end * tokens],
+            scale=scale,
+            backend=backend,
         )
         for first, last, end in clip.horizons()
     ]
-    return torch.cat(out, 1)
+    return out[0] if len(out) == 1 else torch.cat(out, 1)

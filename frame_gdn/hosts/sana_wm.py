@@ -7,23 +7,23 @@ Source of the formulas: `transformer_sana_wm.py` of diffusers 0.42, after NVlabs
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace as changed
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers import transformer_sana_wm as host
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from .. import parallel
 from ..gdn import bidirectional_gdn
 from ..layer import TemporalShortConv
 from ..torch_kernels import accumulation_dtype
 from . import SwapOptions, Swapped, adopt
+from .clip import Span, attend, locate
+from .rays import into_rays, out_of_rays
 
 # --- the host's two functions -----------------------------------------------------------------------------------
 
@@ -62,22 +62,16 @@ def _has_replacement(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Clip:
+class Clip(Span):
     """One call's clip as every site sees it; it rides where the host passes `frame_valid_mask`.
 
     Attributes:
-        counts: every rank's number of frames; `start` ... `start + frames - 1` are here.
-        chunk_frames: no frame sees past the end of its chunk; None means one chunk.
         mask: (B, T_local) bool, the frames here that are not padding; `clip_mask` (B, T) those of all ranks. None: all
             are.
     """
 
-    counts: list[int]
-    start: int
-    frames: int
-    chunk_frames: int | None
-    mask: Tensor | None = None
-    clip_mask: Tensor | None = None
+    mask: Tensor | None
+    clip_mask: Tensor | None
 
     def to(self, device: torch.device) -> "Clip":
         """The clip for a block that lives on this device."""
@@ -92,21 +86,8 @@ class Clip:
         tokens = self.mask.repeat_interleave(x.shape[1] // self.frames, 1, output_size=x.shape[1])
         return torch.where(tokens[..., None], x, 0.0)
 
-    def horizons(self) -> Iterator[tuple[int, int, int]]:
-        """(first, last, end): of the frames here, first ... last - 1 attend to frames 0 ... end - 1 of the clip."""
-        total, stop = sum(self.counts), self.start + self.frames
-        if self.chunk_frames is None:
-            yield 0, self.frames, total
-            return
-        first = self.start
-        while first < stop:
-            end = min((first // self.chunk_frames + 1) * self.chunk_frames, total)
-            last = min(end, stop)
-            yield first - self.start, last - self.start, end
-            first = last
 
-
-def locate(site: Swapped, x: Tensor, frames: int, frame_valid_mask: "Tensor | Clip | None") -> Clip:
+def clip_of(site: Swapped, x: Tensor, frames: int, frame_valid_mask: "Tensor | Clip | None") -> Clip:
     """The clip of a call of `site`, unless the model has made it already; x's first dimension is the batch.
 
     One tiny exchange under a group. Raises ValueError for a mask that is not one of 0/1 a frame, on all ranks alike.
@@ -115,19 +96,9 @@ def locate(site: Swapped, x: Tensor, frames: int, frame_valid_mask: "Tensor | Cl
         return frame_valid_mask.to(x.device)
     with parallel.checked(site.group):
         mask = None if frame_valid_mask is None else as_bool(frame_valid_mask, x.shape[0], frames).to(x.device)
-    rank, _ = parallel.rank_and_size(site.group)
-    counts = parallel.agree(
-        parallel.Call("other", x.shape[0], 0, 0, x.dtype, mask is not None, frames, site.chunk_frames or 0),
-        site.group,
-        None,
-        positions=True,
-        check=False,
-    )
-    assert counts is not None
-    if 0 in counts:
-        raise ValueError(f"every rank needs at least one frame, the ranks hold {counts}")
-    clip_mask = None if mask is None else parallel.gather_frames(mask, site.group, counts)
-    return Clip(counts, sum(counts[:rank]), frames, site.chunk_frames, mask, clip_mask)
+    span = locate(site, x.shape[0], x.dtype, frames, flags=mask is not None)
+    clip_mask = None if mask is None else parallel.gather_frames(mask, site.group, span.counts)
+    return Clip(span.counts, span.start, span.frames, span.chunk_frames, mask, clip_mask)
 
 
 def as_bool(mask: Tensor, batch: int, frames: int) -> Tensor:
@@ -157,7 +128,7 @@ class SanaWMTemporalShortConvolution(Swapped, host.SanaWMTemporalShortConvolutio
 
     def forward(self, hidden_states: Tensor, num_frames: int, clip: Clip | None = None) -> Tensor:
         """(B, N, C) -> (B, N, C)"""
-        clip = clip or locate(self, hidden_states, num_frames, None)
+        clip = clip or clip_of(self, hidden_states, num_frames, None)
         x = hidden_states.unflatten(1, (num_frames, -1))
         reach = self.kernel_size - 1
         past, future = parallel.halo(x, reach, reach, self.group, clip.counts)
@@ -167,13 +138,25 @@ class SanaWMTemporalShortConvolution(Swapped, host.SanaWMTemporalShortConvolutio
         return out.flatten(1, 2)
 
 
+class RMSNorm(Swapped, host.RMSNorm):
+    """The norm as one kernel in half precision. In float32 as the host has it, to the bit: the softmax blocks round to
+    bfloat16 next, where another last bit now and then is another number."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(..., C) -> (..., C)"""
+        halves = hidden_states.dtype in (torch.bfloat16, torch.float16)
+        if not halves or self.weight is None or self.weight.dtype != hidden_states.dtype or self.bias is not None:
+            return super().forward(hidden_states)
+        return F.rms_norm(hidden_states, self.dim, self.weight, self.eps)
+
+
 class GLUMBConvTemp(Swapped, host.GLUMBConvTemp):
     """The feed-forward; its temporal convolution sees the neighbouring shards' frames and no frame past its chunk."""
 
     def forward(self, hidden_states: Tensor, HW: tuple[int, int, int], clip: Clip | None = None) -> Tensor:
         """(B, N, C) -> (B, N, C)"""
         frames, height, width = HW
-        clip = clip or locate(self, hidden_states, frames, None)
+        clip = clip or clip_of(self, hidden_states, frames, None)
         images = hidden_states.reshape(-1, height, width, hidden_states.shape[-1]).permute(0, 3, 1, 2)
         rows = max(1, INDEXABLE // (self.inverted_conv.conv.out_channels * height * width))
         parts = [self._spatial(some) for some in images.split(rows)]
@@ -190,7 +173,7 @@ class GLUMBConvTemp(Swapped, host.GLUMBConvTemp):
     def _temporal(self, x: Tensor, clip: Clip) -> Tensor:
         """`t_conv` of x (B, C, T, S), whose own padding is the zeros beyond the clip or the chunk."""
         reach = self.t_conv.kernel_size[0] // 2
-        if self.group is None and clip.chunk_frames is None:
+        if clip.is_plain:
             out: Tensor = self.t_conv(x)
             return out
         left, right = parallel.halo(x.transpose(1, 2), reach, reach, self.group, clip.counts)
@@ -233,7 +216,7 @@ class _Attention(Swapped):
         """(B, N, C) -> (B, N, C); arguments as in the host."""
         if HW is None:
             raise ValueError("HW (T, H, W) must be provided")
-        clip = locate(self, x, HW[0], frame_valid_mask)
+        clip = clip_of(self, x, HW[0], frame_valid_mask)
         seen = clip.select(x)
         gates = self._gates(x, clip)
         out = self._main(self._qkv(self.qkv(seen).chunk(3, -1), "", clip), gates, rotary_emb, clip)
@@ -298,9 +281,9 @@ class BidirectionalGDNUCPESinglePathLiteLA(_Attention, host.BidirectionalGDNUCPE
         rotation: dict[str, Any] = {}
         if rotary_emb is not None and rotary_emb.numel() == rotary_emb.shape[-1] * q.shape[1]:
             table = rotary_emb.reshape(q.shape[1], -1)
-            rotation = {"rotary": (table.real, table.imag)}
+            rotation = {"rotary": (table.real.contiguous(), table.imag.contiguous())}
         elif rotary_emb is not None:  # the caller's own tables, one a sample
-            rotation = {name: rotate(t, rotary_emb).to(t.dtype) for name, t in (("q_rot", q), ("k_rot", k))}
+            rotation = {name: rotate(t, rotary_emb) for name, t in (("q_rot", q), ("k_rot", k))}
         out, _ = bidirectional_gdn(
             q, k, v, *gates, **rotation,
             mask=clip.mask, chunk_frames=clip.chunk_frames, eps=self.attn.eps,
@@ -312,15 +295,15 @@ class BidirectionalGDNUCPESinglePathLiteLA(_Attention, host.BidirectionalGDNUCPE
         q, k, v = qkv
         k = k * key_scale(k, clip)
         beta, decay = gates
-        q_ray, k_ray, v_ray = into_rays((q, k, v), rays)
-        inflation = ((norm(k_ray) / norm(k)) ** 2).unflatten(1, (clip.frames, -1)).mean(2, keepdim=True)
+        q_ray, k_ray, v_ray, inflation = into_rays((q, k, v), rays, self.backend)
+        inflation = inflation.unflatten(1, (clip.frames, -1)).mean(2, keepdim=True)
         beta = (beta.unflatten(1, (clip.frames, -1)) / inflation.clamp_min(1.0)).flatten(1, 2)
         out, _ = bidirectional_gdn(
             q_ray, k_ray, v_ray, beta, decay,
             mask=clip.mask, chunk_frames=clip.chunk_frames, normalize=False,
             group=self.group, frames_per_rank=clip.counts, backend=self.backend,
         )  # fmt: skip
-        return out_of_rays(out, rays)
+        return out_of_rays(out, rays, self.backend)
 
 
 #: What the host casts to where its softmax would meet float32.
@@ -337,53 +320,19 @@ class _SoftmaxUCPESinglePathLiteLA(_Attention, host._SoftmaxUCPESinglePathLiteLA
     def _main(self, qkv: Sequence[Tensor], gates: Any, rotary_emb: Tensor | None, clip: Clip) -> Tensor:
         q, k, v = qkv
         if rotary_emb is not None:
-            q, k = rotate(q, rotary_emb).to(q.dtype), rotate(k, rotary_emb).to(k.dtype)
+            q, k = rotate(q, rotary_emb), rotate(k, rotary_emb)
         dtype = HALF if q.dtype == torch.float32 else q.dtype
         q, k, v = (clip.select(t.flatten(2)).view(t.shape).to(dtype) for t in (q, k, v))
         return attend(q, k, v, clip, self.group).flatten(2).to(qkv[2].dtype)
 
     def _camera(self, qkv: Sequence[Tensor], gates: Any, rays: Sequence[Any], clip: Clip) -> Tensor:
-        q, k, v = (clip.select(t.flatten(2)).view(t.shape).to(HALF) for t in into_rays(qkv, rays))
+        turned = into_rays(qkv, rays, self.backend)[:3]
+        q, k, v = (clip.select(t.flatten(2)).view(t.shape).to(HALF) for t in turned)
         D = q.shape[-1]
         padded = D if D in (32, 64, 128, 256) or D > 256 else 128 if D <= 128 else 256
         out = attend(q, k, v, clip, self.group, allowed=clip.clip_mask, scale=padded**-0.5)
         out = clip.select(out.flatten(2)).view(out.shape)
-        return out_of_rays(out.to(qkv[2].dtype), rays)
-
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    clip: Clip,
-    group: ProcessGroup | None,
-    *,
-    allowed: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Softmax attention of q, k, v (B, N, H, D) over the clip's frames, under chunk_frames over those up to the end of
-    a chunk; `allowed` (B, T): which of them hold keys."""
-    tokens = q.shape[1] // clip.frames
-    if len(clip.counts) > 1:
-        kv = torch.stack([k, v], 2).unflatten(1, (clip.frames, tokens))
-        k, v = parallel.gather_frames(kv, group, clip.counts).flatten(1, 2).unbind(2)
-    if allowed is not None:  # a sample that is all padding attends to all of it: its softmax must be finite
-        allowed = allowed | ~allowed.any(1, keepdim=True)
-        allowed = allowed.repeat_interleave(tokens, 1, output_size=k.shape[1])[:, None, None]
-    out = [
-        dispatch_attention_fn(
-            q[:, first * tokens : last * tokens],
-            k[:, : end * tokens],
-            v[:, : end * tokens],
-            attn_mask=None if allowed is None else allowed[..., : end * tokens],
-            scale=scale,
-        )
-        for first, last, end in clip.horizons()
-    ]
-    return out[0] if len(out) == 1 else torch.cat(out, 1)
-
-
-# --- rays -------------------------------------------------------------------------------------------------------
+        return out_of_rays(out.to(qkv[2].dtype), rays, self.backend)
 
 
 def key_scale(k: Tensor, clip: Clip) -> float:
@@ -391,47 +340,12 @@ def key_scale(k: Tensor, clip: Clip) -> float:
     return float((k.shape[-1] * (k.shape[1] // clip.frames)) ** -0.5)
 
 
-def norm(x: Tensor) -> Tensor:
-    """Of x (B, N, H, D) over D, in float32 at least, not below 1e-6: (B, N, H)"""
-    length = torch.linalg.vector_norm(x, dim=-1, dtype=accumulation_dtype(x.dtype))
-    return length.clamp_min(1e-6)
-
-
-def rotate(x: Tensor, table: Tensor, inverse: bool = False) -> Tensor:
-    """Interleaved pairs of x (B, N, H, 2d) times the complex table (..., N, d), or its conjugate; float32 at least."""
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Interleaved pairs of x (B, N, H, D) times the complex table (..., N, D/2), in float32 at least, cast back."""
     even, odd = x.to(accumulation_dtype(x.dtype)).unflatten(-1, (-1, 2)).unbind(-1)
     table = table.reshape(-1, x.shape[1], 1, table.shape[-1])
-    cos, sin = table.real, -table.imag if inverse else table.imag
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
-
-
-def turn(x: Tensor, matrix: Tensor, table: Tensor | None, inverse: bool = False) -> Tensor:
-    """UCPE: the first half of x (B, N, H, D), four channels at a time, times each token's matrix (B, N, 4, 4), the
-    second half times the complex table (..., N, D/4); float32 at least."""
-    x = x.to(accumulation_dtype(x.dtype))
-    first, second = x.chunk(2, -1)
-    turned = first.unflatten(-1, (-1, 4)).flatten(2, 3) @ matrix.to(x.dtype).mT
-    second = second if table is None else rotate(second, table, inverse)
-    return torch.cat([turned.view(first.shape), second], -1)
-
-
-def into_rays(qkv: Sequence[Tensor], rays: Sequence[Any]) -> list[Tensor]:
-    """q by Pᵀ, k and v by P⁻¹, each scaled back by min(1, rms before / rms after) a token and head."""
-    _, P_T, P_inv, table = rays
-    matrices = (P_T, P_inv, P_inv)
-    return [within_rms(t, turn(t, M, table)).to(t.dtype) for t, M in zip(qkv, matrices, strict=True)]
-
-
-def out_of_rays(out: Tensor, rays: Sequence[Any]) -> Tensor:
-    """The scan's output (B, N, H, D) back in the world's frame, by P."""
-    P, _, _, table = rays
-    return turn(out, P, table, inverse=True).to(out.dtype)
-
-
-def within_rms(before: Tensor, after: Tensor) -> Tensor:
-    """`after`, scaled down where its rms over D exceeds that of `before`."""
-    rms = [(t.to(after.dtype).square().mean(-1, keepdim=True) + 1e-6).sqrt() for t in (before, after)]
-    return after * (rms[0] / rms[1]).clamp(max=1.0)
+    cos, sin = table.real, table.imag
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(x.dtype)
 
 
 # --- block and model --------------------------------------------------------------------------------------------
@@ -456,7 +370,7 @@ class SanaVideoMSCamCtrlBlock(Swapped, host.SanaVideoMSCamCtrlBlock):
         chunk_size: int | None = None,
     ) -> Tensor:
         """x (B, N, C), y (B, 1, L, C), t (B, 1, T, 6 C) -> (B, N, C); arguments as in the host."""
-        clip = locate(self, x, t.shape[2], frame_valid_mask)
+        clip = clip_of(self, x, t.shape[2], frame_valid_mask)
         modulation = self.scale_shift_table + t.reshape(x.shape[0], clip.frames, 6, -1)
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.unsqueeze(3).unbind(2)  # (B, T, 1, C) each
 
@@ -470,19 +384,19 @@ class SanaVideoMSCamCtrlBlock(Swapped, host.SanaVideoMSCamCtrlBlock):
             frame_valid_mask=clip if isinstance(self.attn, Swapped) else clip.mask,
             ucpe_ray_transforms=ucpe_ray_transforms,
         )
-        x = clip.select(x + self._gate(h, gate1, clip))
+        x = self._gated(x, gate1, h, clip)
         if plucker_emb is not None and hasattr(self, "plucker_proj"):
             x = x + self.plucker_proj(plucker_emb)
         x = clip.select(x + self.cross_attn(x, y, mask=mask))
         h = self._modulate(self.norm2(x), shift2, scale2, clip)
         h = self.mlp(h, HW=THW, clip=clip) if isinstance(self.mlp, Swapped) else self.mlp(h, HW=THW)
-        return clip.select(x + self._gate(h, gate2, clip))
+        return self._gated(x, gate2, h, clip)
 
     def _modulate(self, x: Tensor, shift: Tensor, scale: Tensor, clip: Clip) -> Tensor:
         return clip.select((x.unflatten(1, (clip.frames, -1)) * (1 + scale) + shift).flatten(1, 2))
 
-    def _gate(self, x: Tensor, gate: Tensor, clip: Clip) -> Tensor:
-        return (x.unflatten(1, (clip.frames, -1)) * gate).flatten(1, 2)
+    def _gated(self, x: Tensor, gate: Tensor, h: Tensor, clip: Clip) -> Tensor:
+        return clip.select(x + (h.unflatten(1, (clip.frames, -1)) * gate).flatten(1, 2))
 
 
 class SanaWMTransformer3DModel(Swapped, host.SanaWMTransformer3DModel):
@@ -520,7 +434,7 @@ class SanaWMTransformer3DModel(Swapped, host.SanaWMTransformer3DModel):
         """As in the host. Under a group, `hidden_states`, `timestep`, `camera_conditions`, `chunk_plucker`, the mask
         and whatever else has frames hold this rank's own, and so does the output."""
         frames, height, width = (n // p for n, p in zip(hidden_states.shape[2:], self.patch_size, strict=True))
-        clip = locate(self, hidden_states, frames, frame_valid_mask)
+        clip = clip_of(self, hidden_states, frames, frame_valid_mask)
         if clip.start and self.use_pe and pos_embeds is None:
             table = self.rope((clip.start + frames, height, width), device=hidden_states.device)
             pos_embeds = table[:, :, clip.start * height * width :]
@@ -566,6 +480,7 @@ REPLACEMENTS: dict[str, type[Swapped]] = {
     cls.__name__: cls
     for cls in (
         SanaWMTemporalShortConvolution,
+        RMSNorm,
         GLUMBConvTemp,
         BidirectionalGDNUCPESinglePathLiteLA,
         _SoftmaxUCPESinglePathLiteLA,

@@ -69,7 +69,7 @@ class WanAttention(GatedAttention, host.WanAttention):
             q, k, v = self.project(hidden_states)
             rotary = clip.pairs(hidden_states.device)
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
-            out = attend(q, k, v, clip, self.group, self.processor._attention_backend).flatten(2)
+            out = attend(q, k, v, clip, self.group, backend=self.processor._attention_backend).flatten(2)
         return self.to_out[1](self.to_out[0](out))
 
 

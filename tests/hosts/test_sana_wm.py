@@ -322,7 +322,7 @@ def test_compile_of_the_whole_model() -> None:
 def test_lora_trained_saved_loaded_and_merged(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=r".*\.attn\.(qkv|proj|q_proj_cam)", init_lora_weights=False)
-    base, inputs = tiny_model(softmax_every_n=3), tiny_inputs()
+    base, inputs = tiny_model(), tiny_inputs()
     torch.manual_seed(0)
     tuned = peft.get_peft_model(swap(twin(base)), config)
     before = sample(tuned, inputs)
@@ -344,7 +344,7 @@ def test_lora_trained_saved_loaded_and_merged(tmp_path: Path) -> None:
 
 
 def test_layerwise_casting() -> None:
-    model, inputs = tiny_model(softmax_every_n=3), tiny_inputs()
+    model, inputs = tiny_model(), tiny_inputs()
     plain = twin(model)
     plain.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)
     swap(model).enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)
@@ -391,7 +391,7 @@ def test_set_attention_backend_reaches_the_softmax_blocks(monkeypatch: pytest.Mo
 
 def test_a_quantised_linear_is_left_in_place() -> None:
     torchao = pytest.importorskip("torchao.quantization")
-    model, inputs = tiny_model(softmax_every_n=3), tiny_inputs()
+    model, inputs = tiny_model(), tiny_inputs()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torchao.quantize_(model.blocks, torchao.Int8WeightOnlyConfig())
@@ -405,7 +405,7 @@ def test_a_quantised_linear_is_left_in_place() -> None:
 
 def test_model_offload_and_its_hook_on_the_root() -> None:
     accelerate = pytest.importorskip("accelerate")
-    model, inputs = swap(tiny_model(softmax_every_n=3)), tiny_inputs()
+    model, inputs = swap(tiny_model()), tiny_inputs()
     expected = sample(model, inputs)
     _, hook = accelerate.cpu_offload_with_hook(model, "cpu")
     assert torch.equal(sample(model, inputs), expected)

@@ -1,0 +1,97 @@
+"""UCPE, what SANA-WM's camera branch does to queries, keys and values before its scan and to the output after it.
+
+The first half of a head's channels, four at a time, is multiplied by the 4 x 4 matrix of the token's ray, the second
+half is rotated. `rays` is the host's tuple (P, Pᵀ, P⁻¹, table or None): matrices (B, N, 4, 4), a complex table
+(..., N, D/4).
+Source: `transformer_sana_wm.py` of diffusers 0.42, after NVlabs/Sana.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .. import torch_kernels
+from ..scan import pick_backend
+from ..torch_kernels import accumulation_dtype
+
+
+def into_rays(qkv: Sequence[Tensor], rays: Sequence[Any], backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q by Pᵀ, k and v by P⁻¹, each (B, N, H, D), scaled back by min(1, rms before / rms after) a token and head.
+
+    Returns them, and (‖k after‖ / ‖k before‖)² (B, N, H), by which the camera branch discounts β.
+    """
+    _, P_T, P_inv, table = rays
+    (q, _), (k, inflation), (v, _) = (
+        turn(x, M, table, backend) for x, M in zip(qkv, (P_T, P_inv, P_inv), strict=True)
+    )
+    return q, k, v, inflation
+
+
+def out_of_rays(out: Tensor, rays: Sequence[Any], backend: str) -> Tensor:
+    """The scan's output (B, N, H, D) back in the world's frame, by P and the conjugate table."""
+    P, _, _, table = rays
+    return turn(out, P, table, backend, inverse=True)[0]
+
+
+def turn(
+    x: Tensor, matrix: Tensor, table: Tensor | None, backend: str, *, inverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """x (B, N, H, D) by matrix and table, within its own rms; and (‖after‖ / ‖before‖)².
+
+    With inverse by the conjugate table, its rms left as it comes; the second result is then empty.
+    """
+    B, N, _, D = x.shape
+    wide = accumulation_dtype(x.dtype)
+    matrix = matrix.to(wide)
+    if table is None:
+        cos, sin = matrix.new_ones(1, N, D // 4), matrix.new_zeros(1, N, D // 4)
+    else:
+        cos, sin = (t.reshape(-1, N, D // 4).to(wide) for t in (table.real, table.imag))
+        sin = -sin if inverse else sin
+    if matrix.requires_grad or pick_backend(backend, x) is torch_kernels:
+        return _turn(x, matrix, cos, sin, not inverse)
+    turned: tuple[Tensor, Tensor] = _Turn.apply(x, matrix, cos, sin, not inverse)  # type: ignore[no-untyped-call]
+    return turned
+
+
+def _turn(x: Tensor, matrix: Tensor, cos: Tensor, sin: Tensor, within: bool) -> tuple[Tensor, Tensor]:
+    """The same from tables cos and sin (1 or B, N, D/4)."""
+    before = x.to(matrix.dtype)
+    first, second = before.chunk(2, -1)
+    turned = first.unflatten(-1, (-1, 4)).flatten(2, 3) @ matrix.mT
+    even, odd = second.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
+    after = torch.cat([turned.reshape(first.shape), rotated.flatten(-2)], -1)
+    if not within:
+        return after.to(x.dtype), after.new_empty(0)
+    rms = [(t.square().mean(-1, keepdim=True) + 1e-6).sqrt() for t in (before, after)]
+    after = after * (rms[0] / rms[1]).clamp(max=1.0)
+    lengths = [t.square().sum(-1).clamp_min(1e-12) for t in (before, after)]
+    return after.to(x.dtype), lengths[1] / lengths[0]
+
+
+class _Turn(torch.autograd.Function):
+    """`_turn` on Triton. Saved: the inputs, from which the backward pass makes the rest again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Tensor, cos: Tensor, sin: Tensor, within: bool) -> tuple[Tensor, Tensor]:
+        from .. import triton_rays
+
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        matrix, cos, sin = matrix.contiguous(), cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(x, matrix, cos, sin)
+        ctx.within = within
+        return triton_rays.turn(x, matrix, cos, sin, within)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, dinflation: Tensor) -> tuple[Tensor | None, ...]:
+        from .. import triton_rays
+
+        x, matrix, cos, sin = ctx.saved_tensors
+        dx = triton_rays.turn_backward(x, matrix, cos, sin, dout, dinflation, ctx.within)
+        return dx, None, None, None, None
