@@ -66,6 +66,20 @@ def test_attention_is_naive_gdn_on_the_hosts_projections(host: str, chunk_frames
         assert relative_error(attn(x, rotary_emb=clip), expected) < 1e-12
 
 
+def test_the_kernels_agree_with_the_torch_path(host: str) -> None:
+    pytest.importorskip("triton")
+    found = {}
+    for backend in ("torch", "triton"):
+        model = swapped_model(host, blocks=[0, 1], start_scale=0.7, backend=backend)
+        out = model(**tiny_inputs(3)).sample
+        out.square().sum().backward()
+        found[backend] = out, {name: p.grad for name, p in model.named_parameters()}
+    (out, grads), (expected, expected_grads) = found["triton"], found["torch"]
+    assert relative_error(out, expected) < 1e-5
+    for name, grad in expected_grads.items():
+        assert relative_error(grads[name], grad) < 1e-4, name
+
+
 def test_gates_start_where_they_do_next_to_nothing(host: str) -> None:
     attn = blocks_of(swap(tiny_model(host), blocks=[1]), host)[1].attn1
     decay = torch.exp(-attn.A_log.double().exp() * F.softplus(attn.dt_bias.double()))
@@ -73,6 +87,8 @@ def test_gates_start_where_they_do_next_to_nothing(host: str) -> None:
     assert (1 - decay > 0).all()
     for linear in (attn.beta_proj, attn.gate_proj):
         assert type(linear) is nn.Linear and not linear.weight.any()
+    attn = blocks_of(swap(tiny_model(host, torch.bfloat16), blocks=[1]), host)[1].attn1
+    assert attn.beta_proj.weight.dtype == torch.bfloat16 and attn.A_log.dtype == attn.dt_bias.dtype == torch.float32
 
 
 @pytest.mark.parametrize("chunk_frames", [None, 2])

@@ -59,6 +59,7 @@ def all_cases(rank: int, size: int) -> None:
             assert_same_gradients(gradients(model), expected, TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SHARDS)
 def test_sharded_equals_unsharded_in_values_and_gradients(size: int) -> None:
     run_ranks(size, all_cases)
@@ -80,6 +81,7 @@ def refused_by(host: str, rank: int) -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 def test_bad_input_on_one_rank_is_an_error_on_all() -> None:
     for hosts in run_ranks(2, refused):
         for empty, disagreement in hosts:
