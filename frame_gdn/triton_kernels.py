@@ -15,9 +15,10 @@ Layouts, R = D + 1 rows of which the last is the denominator's (R = D without on
 A is kept in place of W because a state then meets only a correction in tensor-core precision: S W = g (S - S A)
 carries S itself in float32, and the I of W is exact. W, S and every sum are float32.
 
-Precision. bfloat16 and float16 tokens: products of tokens in their own dtype; where a state takes part, in float16
-scaled by powers of two, which holds as many bits as TF32 in half the bytes, and so A is stored in float16. float32
-tokens, and every dtype with precision="exact": A in float32, products as three TF32 ones or in plain float32.
+Precision. bfloat16 tokens: products of tokens in bfloat16; where a state takes part, in float16 scaled by powers of
+two, which holds as many bits as TF32 in half the bytes, and so A is stored in float16. float16 tokens: the same, but A
+in float32 and states multiplied as three TF32 products. float32 tokens, and every dtype with precision="exact":
+float32's accuracy throughout, as three TF32 products or in plain float32.
 """
 
 from collections.abc import Sequence
@@ -817,6 +818,7 @@ _TILES: dict[Any, list[dict[str, int]]] = {
         {"BN": 16, "STAGES": 1, "num_warps": 8},
     ],
     (_scan_kernel, "tf32"): [
+        {"BR": 32, "STAGES": 2, "num_warps": 4},
         {"BR": 16, "STAGES": 2, "num_warps": 2},
         {"BR": 16, "STAGES": 1, "num_warps": 4},
     ],
@@ -996,6 +998,10 @@ class TritonSteps:
     def _precision(self, dtype: torch.dtype) -> str:
         return "tf32x3" if self.exact or dtype == torch.float32 else "tf32"
 
+    def _states(self, dtype: torch.dtype) -> str:
+        """How states are multiplied: float16 tokens have as many bits as a product in TF32, and ask for more."""
+        return "tf32" if dtype == torch.bfloat16 and not self.exact else "tf32x3"
+
     def _full(self, dtype: torch.dtype) -> str:
         """The same where two copies of a whole matrix, as three TF32 products need them, would not fit."""
         return "ieee" if self._precision(dtype) == "tf32x3" else "tf32"
@@ -1009,7 +1015,8 @@ class TritonSteps:
         separate = normalize and rotary != "none"
         R = D + 1 if normalize else D
         BD, NB = _blocks(D)
-        A_dtype = torch.float16 if self._precision(k.dtype) == "tf32" else torch.float32
+        precision = self._states(k.dtype)
+        A_dtype = torch.float16 if precision == "tf32" else torch.float32
         A = torch.empty(2 if separate else 1, B, H, T, D, D, dtype=A_dtype, device=k.device)
         U = torch.empty(B, H, T, R, D, dtype=torch.float32, device=k.device)
         gate = torch.empty(B, H, T, dtype=torch.float32, device=k.device)
@@ -1023,7 +1030,7 @@ class TritonSteps:
                 {"D": D, "R": R, "BD": BD, "NB": NB, "ROTARY": rotary, "MASK": x.mask is not None,
                  "SEPARATE": separate, "PRECISION": self._precision(k.dtype)},
             )  # fmt: skip
-        return Transitions(A, U, gate, self._precision(k.dtype))
+        return Transitions(A, U, gate, precision)
 
     def _scan(
         self, tr: Transitions, U: Tensor, entering: tuple[Tensor | None, Tensor | None], ends: Sequence[bool],
@@ -1171,7 +1178,7 @@ class TritonSteps:
             options = {"D": D, "R": R, "BD": _blocks(D)[0], "ROTARY": rotary, "MASK": x.mask is not None,
                        "REVERSE": states.R is not None}  # fmt: skip
             # float16 has no room for a weight of any size.
-            precision = "tf32" if self._precision(q.dtype) == "tf32" and q.dtype == torch.bfloat16 else "tf32x3"
+            precision = self._states(q.dtype)
             _launch(
                 _state_input_gradient_kernel, lambda tile: (B * T * H, 1, 1),
                 (dout, q, qr, _flags(x, q), cos, sin, S, R_, dX),
