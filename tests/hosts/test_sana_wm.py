@@ -482,3 +482,11 @@ def test_the_pipeline_from_end_to_end_and_saved(tmp_path: Path) -> None:
     loaded.set_progress_bar_config(disable=True)
     assert type(loaded.transformer) is Stock
     assert torch.equal(film(loaded), plain)
+
+
+def test_the_triton_backend_equals_torch_through_a_whole_model() -> None:
+    model, inputs = tiny_model(num_layers=1), tiny_inputs(2, mask=torch.tensor([[1, 1], [1, 0]]).bool())
+    expected, gradients = output_and_gradients(swap(model, backend="torch"), inputs)
+    ours, triton = output_and_gradients(swap(model, backend="triton"), inputs)
+    assert relative_error(ours, expected) <= 1e-5
+    assert all(relative_error(triton[name], gradient) <= 1e-4 for name, gradient in gradients.items())

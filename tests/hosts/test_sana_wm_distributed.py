@@ -101,3 +101,35 @@ def test_mistakes_are_errors_on_every_rank() -> None:
     first, second = run_ranks(2, rank_of_mistakes)
     assert "rank 1 of the group refused" in first[0] and "0 and 1" in second[0]
     assert first[1] == second[1] == "every rank needs at least one frame, the ranks hold [4, 0]"
+
+
+def rank_under_diffusers_plan(rank: int, size: int) -> list[Tensor]:
+    """Swapped first, then diffusers' own context parallelism, whose hook on the model splits the frames of its inputs.
+
+    What `enable_parallelism` does, but for the mesh that it makes of accelerators only."""
+    from diffusers import ContextParallelConfig
+    from diffusers.hooks.context_parallel import apply_context_parallel
+    from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, size), mesh_dim_names=("ring", "ulysses"))
+    config = ContextParallelConfig(ulysses_degree=size)
+    config.setup(rank, size, torch.device("cpu"), mesh)
+    sana_wm.HALF = torch.float32
+    model = swap(tiny_model(softmax_every_n=3), group=config._flattened_mesh.get_group())
+    inputs = tiny_inputs(6, mask=MASK[:, :6])
+    plan = {n: ContextParallelInput(d, inputs[n].dim()) for n, d in FRAMES_DIM.items() if n in inputs}
+    apply_context_parallel(model, config, {"": plan})
+    apply_context_parallel(model, config, {"": ContextParallelOutput(2, 5)})
+    model._parallel_config = config
+    with pytest.raises(ValueError, match="swap first"):
+        swap(model)
+    with torch.no_grad():
+        return list(model(**inputs, return_dict=False))
+
+
+def test_swapped_first_then_under_a_plan_of_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sana_wm, "HALF", torch.float32)
+    with torch.no_grad():
+        expected = swap(tiny_model(softmax_every_n=3))(**tiny_inputs(6, mask=MASK[:, :6])).sample
+    for (sample,) in run_ranks(2, rank_under_diffusers_plan):
+        assert relative_error(sample, expected) <= 1e-5
