@@ -490,3 +490,18 @@ def test_the_triton_backend_equals_torch_through_a_whole_model() -> None:
     ours, triton = output_and_gradients(swap(model, backend="triton"), inputs)
     assert relative_error(ours, expected) <= 1e-5
     assert all(relative_error(triton[name], gradient) <= 1e-4 for name, gradient in gradients.items())
+
+
+def test_loaded_onto_a_device_by_a_map(tmp_path: Path) -> None:
+    model, inputs = swap(tiny_model(num_layers=1)), tiny_inputs()
+    model.save_pretrained(tmp_path)
+    for kind in (Stock, sana_wm.SanaWMTransformer3DModel):
+        loaded = swap(kind.from_pretrained(tmp_path, device_map={"": "cpu"}))
+        assert torch.equal(sample(loaded, inputs), sample(model, inputs))
+
+
+def test_modules_that_a_device_map_hooked_are_refused() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = accelerate.cpu_offload(tiny_model(num_layers=1), "cpu")  # as a map over several devices does
+    with pytest.raises(ValueError, match="hook"):
+        swap(model)
