@@ -231,6 +231,50 @@ def summarize(raw: Json) -> dict[str, float]:
     }
 
 
+def table(raw: Json) -> str:
+    """The README's table, as Markdown."""
+    titles = {f"forward_t{T}": f"forward, T {T}" for T in FORWARD}
+    titles |= {f"train_t{T}": f"training step, checkpointing, T {T}" for T in TRAIN}
+    lines = [
+        "| SANA-WM, whole transformer | diffusers | swapped | faster | peak memory |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for part, title in titles.items():
+        contestants = raw[part]["contestants"]
+        times = " | ".join(f"{statistics.median(contestants[name]['ms']):,.0f} ms" for name in CONTESTANTS)
+        peaks = " → ".join(f"{contestants[name]['peak_gib']:.1f}" for name in CONTESTANTS)
+        lines.append(f"| {title} | {times} | {raw['summary'][f'{part}_vs_diffusers']:.2f}× | {peaks} GiB |")
+    plain, ours = (raw["errors"][name] for name in CONTESTANTS)
+    versions = ", ".join(f"{name} {version}" for name, version in raw["versions"].items())
+    lines += [
+        "",
+        f"{raw['shape']['parameters'] / 1e9:.2f} B random parameters in bfloat16, camera on, B {raw['shape']['B']}, S "
+        f"{raw['shape']['S']}; {raw['device']}, {versions}; `{raw['command']}`: medians of interleaved repetitions. "
+        f"Error against the stock model in float32: stock {plain:.2e}, swapped {ours:.2e}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def plot(raw: Json, path: Path) -> None:
+    """Where a forward pass spends its time, before and after, as stacked bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(PARTS), figsize=(8, 4), layout="constrained")
+    for axes, T in zip(panels, PARTS, strict=True):
+        spent = raw["parts"][f"t{T}"]
+        bottoms = [0.0] * len(CONTESTANTS)
+        for part in spent["diffusers"]:
+            heights = [spent[name].get(part, 0.0) for name in CONTESTANTS]
+            axes.bar(list(CONTESTANTS), heights, bottom=bottoms, label=part)
+            bottoms = [a + b for a, b in zip(bottoms, heights, strict=True)]
+        axes.set(title=f"forward, T {T}", ylabel="ms")
+    panels[-1].legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", help="import diffusers from this folder, which benchmarks.peers filled")
