@@ -144,7 +144,7 @@ def sana_scan(W: Tensor, U: Tensor, W_z: Tensor, U_z: Tensor) -> tuple[Tensor, T
     frames stored, and the state that arrives added to every frame as a correction."""
     BH, T = W.shape[:2]
     S_t, z_t = torch.zeros_like(U[:, 0]), torch.zeros_like(U_z[:, 0])
-    P_t = torch.eye(W.shape[-1], device=W.device).expand(BH, -1, -1)
+    P_t = torch.eye(W.shape[-1], dtype=W.dtype, device=W.device).expand(BH, -1, -1)
     P_z_t = P_t
     states, zs, products, products_z = [], [], [], []
     for t in range(T):
