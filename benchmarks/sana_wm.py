@@ -14,6 +14,7 @@ contestant into the other around the same parameters, and the two are timed in t
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -280,6 +281,7 @@ def main() -> None:
     parser.add_argument("--peers", help="import diffusers from this folder, which benchmarks.peers filled")
     parser.add_argument("--repetitions", type=int, default=5, help="of T 21 and 41; T 121 takes three")
     parser.add_argument("--tiny", action="store_true", help="a small model and frames, on any device: does it run?")
+    parser.add_argument("--commit", help="of the code that is measured, where git cannot tell")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/sana_wm.json"))
     options = parser.parse_args()
     if options.peers:
@@ -296,6 +298,7 @@ def main() -> None:
     raw: Json = {
         "benchmark": "sana_wm",
         "command": "python -m benchmarks.sana_wm",
+        "commit": options.commit or subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip(),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "versions": {
             "python": sys.version.split()[0],
