@@ -236,7 +236,7 @@ class _FrameScan(torch.autograd.Function):
         with torch.autocast(A[0].device.type, enabled=False):  # type: ignore[union-attr]
             if group is not None and size > 1:
                 M = [steps.product(a) for a in A]
-                h = [steps.last_state(a, b, X) for a, b, X in zip(A, B, entering, strict=True)]
+                h = steps.last_states(A, B, entering)
                 came = parallel.exchange(
                     [m.mT.contiguous() for m in M] if options.reverse else M,
                     [] if options.reverse else h,
@@ -247,7 +247,7 @@ class _FrameScan(torch.autograd.Function):
                 kept = came.kept
                 if rank != first:
                     entering = list(came.leftward if options.reverse else came.rightward)
-            X = [steps.scan(a, b, X) for a, b, X in zip(A, B, entering, strict=True)]
+            X = steps.scans(A, B, entering)
             ends: list[Tensor] = []
             if options.terminal is not None:
                 owner, position = options.terminal
@@ -278,7 +278,7 @@ class _FrameScan(torch.autograd.Function):
                         d[:, position] += end
             arriving: list[Tensor | None] = [None, None]
             if group is not None and size > 1:
-                h = [steps.scan_adjoint(a, d, None)[1] for a, d in zip(A, dX, strict=True)]
+                h = steps.scans_adjoint(A, dX, [None, None])[1]
                 M = kept or [steps.product(a) for a in A]
                 if not kept and options.reverse:
                     M = [m.mT.contiguous() for m in M]
@@ -291,9 +291,7 @@ class _FrameScan(torch.autograd.Function):
                     kept=kept,
                 )
                 arriving = list(came.rightward if options.reverse else came.leftward)
-            G, leaving = zip(
-                *(steps.scan_adjoint(a, d, g) for a, d, g in zip(A, dX, arriving, strict=True)), strict=True
-            )
+            G, leaving = steps.scans_adjoint(A, dX, arriving)
             dA = [torch_kernels.states_before(x, e, dim=1).mT @ g for x, e, g in zip(X, entering, G, strict=True)]
         first = size - 1 if options.reverse else 0
         dinitial = [

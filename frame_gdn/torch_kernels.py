@@ -288,6 +288,24 @@ def last_state(A: Tensor, B: Tensor, initial: Tensor | None) -> Tensor:
     return B.sum(-3) if initial is None else initial
 
 
+def scans(A: Sequence[Tensor], B: Sequence[Tensor], initial: Sequence[Tensor | None]) -> list[Tensor]:
+    """`scan` of several chains."""
+    return [scan(a, b, X) for a, b, X in zip(A, B, initial, strict=True)]
+
+
+def scans_adjoint(
+    A: Sequence[Tensor], dX: Sequence[Tensor], entering: Sequence[Tensor | None]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """`scan_adjoint` of several chains: every chain's G, and what leaves every chain."""
+    found = [scan_adjoint(a, d, g) for a, d, g in zip(A, dX, entering, strict=True)]
+    return [G for G, _ in found], [leaving for _, leaving in found]
+
+
+def last_states(A: Sequence[Tensor], B: Sequence[Tensor], initial: Sequence[Tensor | None]) -> list[Tensor]:
+    """`last_state` of several chains."""
+    return [last_state(a, b, X) for a, b, X in zip(A, B, initial, strict=True)]
+
+
 def product(A: Tensor) -> Tensor:
     """A_0 A_1 ... A_{T-1} over dimension -3, as a tree: (..., T, D, D) -> (..., D, D); the identity where T is 0."""
     if A.shape[-3] == 0:

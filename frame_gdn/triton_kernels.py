@@ -253,7 +253,8 @@ def _load_square(
 
 
 @triton.jit
-def _scan_kernel(
+def _scan_rows(
+    row_block, sequence, direction,
     A_ptr, U_ptr, gate_ptr, in0_ptr, in1_ptr, states0_ptr, states1_ptr, out0_ptr, out1_ptr,
     T, A_kind, A_seq, A_frame, first_end, period,
     R, A_k: tl.constexpr, A_n: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr,
@@ -267,7 +268,6 @@ def _scan_kernel(
     Direction 1 is exclusive: R_t = R_{t+1} W_t + U_t downwards, or with ADJOINT F_{t+1} = U_t + F_t W_t upwards; what
     is kept of frame t is the state it meets, and a chunk's end cuts. Rows from D on take the second A.
     """
-    row_block, sequence, direction = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     blocks: tl.constexpr = (D + BR - 1) // BR
     second = row_block >= blocks
     rows = tl.where(second, D + (row_block - blocks) * BR, row_block * BR) + tl.arange(0, BR)
@@ -362,6 +362,51 @@ def _scan_kernel(
         tl.store(out_ptr + edge, s0, mask=keep0)
         if NB == 2:
             tl.store(out_ptr + edge + BD, s1, mask=keep1)
+
+
+@triton.jit
+def _scan_kernel(
+    A_ptr, U_ptr, gate_ptr, in0_ptr, in1_ptr, states0_ptr, states1_ptr, out0_ptr, out1_ptr,
+    T, A_kind, A_seq, A_frame, first_end, period, R,
+    D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr, ADJOINT: tl.constexpr, HAS_U: tl.constexpr,
+    HAS_IN0: tl.constexpr, HAS_IN1: tl.constexpr, HAS_STATES: tl.constexpr, CUT: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Both directions of both states, by W = g (I - A), A symmetric."""
+    _scan_rows(
+        tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2),
+        A_ptr, U_ptr, gate_ptr, in0_ptr, in1_ptr, states0_ptr, states1_ptr, out0_ptr, out1_ptr,
+        T, A_kind, A_seq, A_frame, first_end, period, R, 1, D, D, BD, NB, BR,
+        True, True, ADJOINT, HAS_U, HAS_IN0, HAS_IN1, HAS_STATES, True, CUT, PRECISION, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def _chains_kernel(
+    A0_ptr, A1_ptr, B0_ptr, B1_ptr, in0_ptr, in1_ptr, states0_ptr, states1_ptr, out0_ptr, out1_ptr,
+    T, A0_seq, A0_frame, A1_seq, A1_frame, R0, R1,
+    A0_k: tl.constexpr, A0_n: tl.constexpr, A1_k: tl.constexpr, A1_n: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr, ADJOINT: tl.constexpr,
+    HAS_IN0: tl.constexpr, HAS_IN1: tl.constexpr, HAS_STATES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Two chains X_t = X_{t-1} A_t + B_t of R0 and R1 rows, any A, side by side: chain 0's blocks come first."""
+    row_block, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(R0, BR)
+    if row_block < blocks:
+        _scan_rows(
+            row_block, sequence, 0,
+            A0_ptr, B0_ptr, B0_ptr, in0_ptr, in0_ptr, states0_ptr, states0_ptr, out0_ptr, out0_ptr,
+            T, 0, A0_seq, A0_frame, 0, 1, R0, A0_k, A0_n, D, BD, NB, BR,
+            False, A0_k == 1, ADJOINT, True, HAS_IN0, False, HAS_STATES, True, False, PRECISION, STAGES,
+        )  # fmt: skip
+    else:
+        _scan_rows(
+            row_block - blocks, sequence, 0,
+            A1_ptr, B1_ptr, B1_ptr, in1_ptr, in1_ptr, states1_ptr, states1_ptr, out1_ptr, out1_ptr,
+            T, 0, A1_seq, A1_frame, 0, 1, R1, A1_k, A1_n, D, BD, NB, BR,
+            False, A1_k == 1, ADJOINT, True, HAS_IN1, False, HAS_STATES, True, False, PRECISION, STAGES,
+        )  # fmt: skip
 
 
 # --- projection -------------------------------------------------------------------------------------------------
@@ -823,6 +868,13 @@ _TILES: dict[Any, list[dict[str, int]]] = {
         {"BR": 16, "STAGES": 1, "num_warps": 4},
     ],
     (_scan_kernel, "tf32x3"): [
+        {"BR": 64, "STAGES": 1, "num_warps": 8},
+        {"BR": 32, "STAGES": 2, "num_warps": 8},
+        {"BR": 16, "STAGES": 2, "num_warps": 8},
+        {"BR": 16, "STAGES": 1, "num_warps": 8},
+    ],
+    (_chains_kernel, "tf32x3"): [
+        {"BR": 32, "STAGES": 2, "num_warps": 8},
         {"BR": 16, "STAGES": 2, "num_warps": 8},
         {"BR": 16, "STAGES": 1, "num_warps": 8},
     ],
@@ -1052,9 +1104,8 @@ class TritonSteps:
                 (A, U, tr.gate, U if in0 is None else in0, U if in1 is None else in1,
                  states[0], states[-1], out[0], out[-1]),
                 (T, A.stride(0) if A.shape[0] > 1 else 0, T * D * D, D * D, first, period, R),
-                {"A_k": 1, "A_n": D, "D": D, "BD": BD, "NB": NB, "GATED": True, "TRANSPOSED": True, "ADJOINT": adjoint,
-                 "HAS_U": True, "HAS_IN0": in0 is not None, "HAS_IN1": in1 is not None, "HAS_STATES": keep,
-                 "HAS_OUT": True, "CUT": cut and reverse, "PRECISION": tr.precision},
+                {"D": D, "BD": BD, "NB": NB, "ADJOINT": adjoint, "HAS_U": True, "HAS_IN0": in0 is not None,
+                 "HAS_IN1": in1 is not None, "HAS_STATES": keep, "CUT": cut and reverse, "PRECISION": tr.precision},
             )  # fmt: skip
         else:
             out = [U.new_zeros(B, H, R, D) if x is None else x for x in (in0, in1)[:directions]]
@@ -1076,9 +1127,8 @@ class TritonSteps:
                 _scan_kernel, lambda tile: (kinds * _cdiv(D, tile["BR"]), B * H, 1),
                 (tr.A, M, tr.gate, eye, eye, M, M, M, M),
                 (T, tr.A.stride(0) if kinds > 1 else 0, T * D * D, D * D, 0, 1, kinds * D),
-                {"A_k": 1, "A_n": D, "D": D, "BD": BD, "NB": NB, "GATED": True, "TRANSPOSED": True, "ADJOINT": False,
-                 "HAS_U": False, "HAS_IN0": True, "HAS_IN1": False, "HAS_STATES": False, "HAS_OUT": True, "CUT": False,
-                 "PRECISION": tr.precision},
+                {"D": D, "BD": BD, "NB": NB, "ADJOINT": False, "HAS_U": False, "HAS_IN0": True, "HAS_IN1": False,
+                 "HAS_STATES": False, "CUT": False, "PRECISION": tr.precision},
             )  # fmt: skip
         found = list(M.unflatten(2, (kinds, D)).unbind(2))
         return found + found if normalize and kinds == 1 else found
@@ -1249,40 +1299,42 @@ class TritonSteps:
         dv = self._met_by(k, k_rot, x.beta, "beta", x, G, F if reverse else None, R > D, 0.0)
         return dk, dv, dbeta, ddecay, dk_rot if rotary == "given" else None
 
-    # the primitive's chains: X_t = X_{t-1} A_t + B_t with any A (..., T, D, D), B (..., T, R, D), R <= D
+    # the primitive's two chains: X_t = X_{t-1} A_t + B_t with any A (BH, T, D, D), B (BH, T, R, D), R <= D
 
-    def _chain(
-        self, A: Tensor, B: Tensor, initial: Tensor | None, *, adjoint: bool, keep: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Every state and the last one; the adjoint runs downwards with Aᵀ."""
-        *lead, T, R, D = B.shape
-        A, B = A.reshape(-1, T, D, D), B.contiguous()
-        last = B.new_empty(*lead, R, D)
-        states = torch.empty_like(B) if keep else B
-        if T == 0 or B.numel() == 0:
-            return states, B.new_zeros(*lead, R, D) if initial is None else initial
+    def _chains(
+        self, A: Sequence[Tensor], B: Sequence[Tensor], initial: Sequence[Tensor | None], *, adjoint: bool, keep: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Every state of both, and their last ones; the adjoint runs downwards with Aᵀ."""
+        (A0, A1), (B0, B1) = A, (b.contiguous() for b in B)
+        BH, T, _, D = B0.shape
+        R0, R1 = B0.shape[2], B1.shape[2]
+        in0, in1 = (None if x is None else x.contiguous() for x in initial)
+        last = [B0.new_empty(BH, R0, D), B1.new_empty(BH, R1, D)]
+        states = [torch.empty_like(b) if keep else b for b in (B0, B1)]
+        if T == 0 or B0.numel() == 0:
+            return states, [torch.zeros_like(end) if x is None else x for x, end in zip(initial, last, strict=True)]
         BD, NB = _blocks(D)
-        k, n = (A.stride(3), A.stride(2)) if adjoint else (A.stride(2), A.stride(3))
-        precision = self._precision(B.dtype)
+        rows, cols = (3, 2) if adjoint else (2, 3)
         _launch(
-            _scan_kernel, lambda tile: (_cdiv(R, tile["BR"]), len(A), 1),
-            (A, B, B, B if initial is None else initial.contiguous(), B, states, states, last, last),
-            (T, 0, A.stride(0), A.stride(1), 0, 1, R),
-            {"A_k": k, "A_n": n, "D": D, "BD": BD, "NB": NB, "GATED": False, "TRANSPOSED": k == 1, "ADJOINT": adjoint,
-             "HAS_U": True, "HAS_IN0": initial is not None, "HAS_IN1": False, "HAS_STATES": keep, "HAS_OUT": True,
-             "CUT": False, "PRECISION": precision},
-            [{"BR": 16, "STAGES": 2, "num_warps": 4}, {"BR": 16, "STAGES": 1, "num_warps": 4}] if R <= 16 else None,
+            _chains_kernel, lambda tile: (_cdiv(R0, tile["BR"]) + _cdiv(R1, tile["BR"]), BH, 1),
+            (A0, A1, B0, B1, B0 if in0 is None else in0, B1 if in1 is None else in1, *states, *last),
+            (T, A0.stride(0), A0.stride(1), A1.stride(0), A1.stride(1), R0, R1),
+            {"A0_k": A0.stride(rows), "A0_n": A0.stride(cols), "A1_k": A1.stride(rows), "A1_n": A1.stride(cols),
+             "D": D, "BD": BD, "NB": NB, "ADJOINT": adjoint, "HAS_IN0": in0 is not None, "HAS_IN1": in1 is not None,
+             "HAS_STATES": keep, "PRECISION": self._precision(B0.dtype)},
         )  # fmt: skip
         return states, last
 
-    def scan(self, A: Tensor, B: Tensor, initial: Tensor | None) -> Tensor:
-        return self._chain(A, B, initial, adjoint=False, keep=True)[0]
+    def scans(self, A: Sequence[Tensor], B: Sequence[Tensor], initial: Sequence[Tensor | None]) -> list[Tensor]:
+        return self._chains(A, B, initial, adjoint=False, keep=True)[0]
 
-    def scan_adjoint(self, A: Tensor, dX: Tensor, entering: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self._chain(A, dX, entering, adjoint=True, keep=True)
+    def scans_adjoint(
+        self, A: Sequence[Tensor], dX: Sequence[Tensor], entering: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        return self._chains(A, dX, entering, adjoint=True, keep=True)
 
-    def last_state(self, A: Tensor, B: Tensor, initial: Tensor | None) -> Tensor:
-        return self._chain(A, B, initial, adjoint=False, keep=False)[1]
+    def last_states(self, A: Sequence[Tensor], B: Sequence[Tensor], initial: Sequence[Tensor | None]) -> list[Tensor]:
+        return self._chains(A, B, initial, adjoint=False, keep=False)[1]
 
     product = staticmethod(torch_kernels.product)
 
