@@ -1,0 +1,97 @@
+"""The README's table and plot from benchmarks/results/scan.json: `python -m benchmarks.report`."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "scan.json"
+PLOT = HERE / "results" / "scan.png"
+README = HERE.parent / "README.md"
+BEGIN, END = "<!-- scan: python -m benchmarks.report -->\n", "<!-- scan ends -->\n"
+NAMES = {
+    "ours": "frame_gdn, Triton",
+    "ours_given": "the same, rotated tokens handed in",
+    "sglang": "sglang's Triton kernels (inference only)",
+    "torch": "frame_gdn, plain PyTorch",
+    "diffusers": "diffusers, eager",
+}
+FRAMES = (11, 41, 121)
+
+
+def median(raw: dict[str, Any], part: str, name: str) -> float | None:
+    times = raw[part]["contestants"].get(name)
+    return None if times is None else statistics.median(times["ms"])
+
+
+def milliseconds(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def table(raw: dict[str, Any]) -> str:
+    """Times, error and memory of every contestant, as Markdown."""
+    shape, versions, summary = raw["shape"], raw["versions"], raw["summary"]
+    columns = [f"T {T}" for T in FRAMES]
+    lines = [
+        f"| forward, ms | {' | '.join(columns)} | relative error | extra peak, T 121 | forward + backward, T 41 |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, label in NAMES.items():
+        found = raw["forward_t121"]["contestants"].get(name)
+        if found is None:
+            continue
+        times = " | ".join(milliseconds(median(raw, f"forward_t{T}", name)) for T in FRAMES)
+        train = raw["train_t41"]["contestants"].get(name)
+        both = "–" if train is None else f"{milliseconds(statistics.median(train['ms']))} ms"
+        lines.append(f"| {label} | {times} | {found['error']:.1e} | {found['extra_peak_gib']:.2f} GiB | {both} |")
+    floors = " | ".join(milliseconds(raw[f"forward_t{T}"]["floor_ms"]) for T in FRAMES)
+    lines.append(f"| floor: q, k, v, out once at a copy's speed | {floors} | | | |")
+    lines += [
+        "",
+        f"B {shape['B']}, H {shape['H']}, D {shape['D']}, S {shape['S']}, {shape['dtype']}; {raw['device']}, "
+        f"{', '.join(f'{k} {v}' for k, v in versions.items())}; `{raw['command']}`: medians of interleaved calls. "
+        "Errors are against float64. "
+        f"`cp_frame_gdn_scan` on one rank, T 41, is {summary['primitive_t41_vs_sana']:.0f} times as fast as the "
+        "scheme of NVlabs/Sana in eager PyTorch; "
+        f"T 484 takes {summary['time_t484_over_t121']:.2f} times as long as T 121.",
+        "",
+        f"![time against frames]({PLOT.relative_to(HERE.parent)})",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def filled(readme: str) -> str:
+    """The README with its table made anew."""
+    before, rest = readme.split(BEGIN)
+    _, after = rest.split(END)
+    return before + BEGIN + table(json.loads(RESULTS.read_text())) + END + after
+
+
+def plot(raw: dict[str, Any]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    for name, label in NAMES.items():
+        times = [median(raw, f"forward_t{T}", name) for T in FRAMES]
+        if None not in times:
+            axes.plot(FRAMES, times, marker="o", label=label)
+    axes.plot(FRAMES, [raw[f"forward_t{T}"]["floor_ms"] for T in FRAMES], "k--", label="floor by memory traffic")
+    axes.set(xscale="log", yscale="log", xlabel="latent frames T", ylabel="forward, ms", xticks=FRAMES)
+    axes.set_xticklabels([str(T) for T in FRAMES])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(PLOT, dpi=120, bbox_inches="tight")
+
+
+def main() -> None:
+    README.write_text(filled(README.read_text()))
+    plot(json.loads(RESULTS.read_text()))
+
+
+if __name__ == "__main__":
+    main()
