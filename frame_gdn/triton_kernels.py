@@ -1118,7 +1118,7 @@ class TritonSteps:
         normalize = tr.U.shape[-2] > D
         BD, NB = _blocks(D)
         eye = torch.eye(D, dtype=torch.float32, device=tr.A.device)
-        eye = eye.expand(B, H, kinds, D, D).reshape(B, H, kinds * D, D)
+        eye = eye.expand(B, H, kinds, D, D).reshape(B, H, kinds * D, D).contiguous()
         if T == 0 or eye.numel() == 0:
             M = eye
         else:
