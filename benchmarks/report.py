@@ -84,7 +84,7 @@ def plot(raw: dict[str, Any]) -> None:
     axes.set_xticklabels([str(T) for T in FRAMES])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     figure.savefig(PLOT, dpi=120, bbox_inches="tight")
 
 
