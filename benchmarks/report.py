@@ -1,15 +1,18 @@
-"""The README's table and plot from benchmarks/results/scan.json: `python -m benchmarks.report`."""
+"""The README's tables and plots from benchmarks/results/*.json: `python -m benchmarks.report`."""
 
 import json
 import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks import sana_wm
+
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "scan.json"
 PLOT = HERE / "results" / "scan.png"
+SANA_WM = HERE / "results" / "sana_wm.json"
+SANA_WM_PLOT = HERE / "results" / "sana_wm.png"
 README = HERE.parent / "README.md"
-BEGIN, END = "<!-- scan: python -m benchmarks.report -->\n", "<!-- scan ends -->\n"
 NAMES = {
     "ours": "frame_gdn, Triton",
     "ours_given": "the same, rotated tokens handed in",
@@ -61,11 +64,19 @@ def table(raw: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def section(readme: str, name: str, content: str) -> str:
+    """The README with what stands between one section's marks made anew."""
+    begin, end = f"<!-- {name}: python -m benchmarks.report -->\n", f"<!-- {name} ends -->\n"
+    before, rest = readme.split(begin)
+    _, after = rest.split(end)
+    return before + begin + content + end + after
+
+
 def filled(readme: str) -> str:
-    """The README with its table made anew."""
-    before, rest = readme.split(BEGIN)
-    _, after = rest.split(END)
-    return before + BEGIN + table(json.loads(RESULTS.read_text())) + END + after
+    """The README with its tables made anew."""
+    readme = section(readme, "scan", table(json.loads(RESULTS.read_text())))
+    shown = f"\n![where a forward pass spends its time]({SANA_WM_PLOT.relative_to(HERE.parent)})\n"
+    return section(readme, "sana_wm", sana_wm.table(json.loads(SANA_WM.read_text())) + shown)
 
 
 def plot(raw: dict[str, Any]) -> None:
@@ -91,6 +102,7 @@ def plot(raw: dict[str, Any]) -> None:
 def main() -> None:
     README.write_text(filled(README.read_text()))
     plot(json.loads(RESULTS.read_text()))
+    sana_wm.plot(json.loads(SANA_WM.read_text()), SANA_WM_PLOT)
 
 
 if __name__ == "__main__":
