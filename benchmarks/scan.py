@@ -19,6 +19,7 @@ import gc
 import importlib.util
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -368,6 +369,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", default=".peers", help="folder that benchmarks.peers filled, or none")
     parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--commit", help="of the code that is measured, where git cannot tell")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/scan.json"))
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -379,6 +381,7 @@ def main() -> None:
     raw: Json = {
         "benchmark": "scan",
         "command": "python -m benchmarks.scan",
+        "commit": options.commit or subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip(),
         "device": torch.cuda.get_device_name(),
         "versions": {
             "python": sys.version.split()[0],
