@@ -58,14 +58,20 @@ def tiny_inputs(
 
 
 def half(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs in bfloat16 but for times and camera: the host's camera geometry refuses bfloat16 on the CPU and its
-    attention refuses anything else, so both models are given the rays."""
+    """The inputs in bfloat16: the host's camera geometry refuses that on the CPU and its attention refuses anything
+    else, so both models are given the rays."""
+    return with_rays(inputs, torch.bfloat16)
+
+
+def with_rays(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The inputs in another dtype but for times and camera, and with the rays that the host makes of that camera in
+    float32."""
     apart = ("timestep", "camera_conditions")
-    cast = {n: t.bfloat16() if t.is_floating_point() and n not in apart else t for n, t in inputs.items()}
+    cast = {n: t.to(dtype) if t.is_floating_point() and n not in apart else t for n, t in inputs.items()}
     size = tuple(inputs["hidden_states"].shape[2:])
     table = SanaWMRotaryPosEmbed(16, (1, 1, 1), 64)(size)
     P, _, P_inv, _ = _prepare_ucpe_ray_transforms(16, inputs["camera_conditions"], size, (1, 1, 1), table)
-    rays = {"absmap": torch.zeros(len(P), 3, *size), "P": P.bfloat16(), "P_inv": P_inv.bfloat16()}
+    rays = {"absmap": torch.zeros(len(P), 3, *size), "P": P.to(dtype), "P_inv": P_inv.to(dtype)}
     return {**cast, "cam_pos_embeds": rays}
 
 
