@@ -198,7 +198,7 @@ def _check(
     if decay.dim() != 3 or decay.shape[0] != B or decay.shape[2] != H:
         raise ValueError(f"decay must be (B, T, H) with B {B} and H {H} as in q, got {tuple(decay.shape)}")
     T = decay.shape[1]
-    if (T == 0) != (N == 0) or (T and N % T):
+    if N == 0 or N % T != 0 if T else N != 0:
         raise ValueError(f"q's N must be a multiple of decay's T, got N {N} and T {T}")
     shapes = {
         "k": (k, (B, N, H, D)),

@@ -1,5 +1,6 @@
 """`BidirectionalGDN`: the attention layer of a video DiT block, tokens in, tokens out."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,14 +9,53 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from . import parallel
+from . import parallel, torch_kernels
 from .gdn import GDNState, bidirectional_gdn
 from .parallel import FrameSharded
+from .scan import pick_backend
 from .torch_kernels import accumulation_dtype
 from .torch_kernels import apply_rotary as apply_rotary
 
 #: Where SiLU is 1: an output gate with this bias and no weight lets everything through.
 SILU_ONE = 1.278464542761074
+
+
+def on_triton(x: Tensor, backend: str) -> bool:
+    """Whether what surrounds the scan runs on Triton for tokens like x (..., C): as the scan itself, at any C.
+
+    Raises ValueError as `pick_backend`.
+    """
+    return pick_backend(backend, x[..., :1]) is not torch_kernels
+
+
+def gated(x: Tensor, gate: Tensor, dtype: torch.dtype, backend: str = "auto") -> Tensor:
+    """x · SiLU(gate) in float32 (float64 for such a gate), cast to `dtype`: the output gate, x and gate of one shape.
+
+    Source: SANA-WM (NVlabs/Sana).
+    """
+    if x.dtype == dtype and on_triton(x, backend):
+        from . import triton_layer  # here, since it imports triton
+
+        fused: Tensor = triton_layer.silu_gate(x, gate)
+        return fused
+    return (x * F.silu(gate.to(accumulation_dtype(gate.dtype)))).to(dtype)
+
+
+class ReLURMSNorm(nn.RMSNorm):
+    """What queries and keys pass between projection and scan: RMSNorm over all channels, ReLU, a factor.
+
+    Weight (C); statistics in float32 (float64 for such tokens). Source: SANA-WM (NVlabs/Sana).
+    """
+
+    def forward(self, x: Tensor, scale: float = 1.0, backend: str = "auto") -> Tensor:
+        """(..., C) -> scale · relu(rms_norm(x)), in x's dtype."""
+        if on_triton(x, backend):
+            from . import triton_layer  # here, since it imports triton
+
+            assert self.eps is not None
+            fused: Tensor = triton_layer.norm_relu(x, self.weight, self.eps, scale)
+            return fused
+        return F.relu(super().forward(x)).to(x.dtype) * scale
 
 
 class TemporalShortConv(nn.Module):
@@ -39,15 +79,32 @@ class TemporalShortConv(nn.Module):
             self.weight[:, :, -1] = 1.0
 
     def forward(
-        self, x: Tensor, past: Tensor, future: Tensor, chunk_frames: int | None = None, first_frame: int = 0
+        self,
+        x: Tensor,
+        past: Tensor | None,
+        future: Tensor | None,
+        chunk_frames: int | None = None,
+        first_frame: int = 0,
+        backend: str = "auto",
     ) -> Tensor:
-        """x (B, T, ..., C) between the K-1 frames before it and the K-1 after it, each (B, K-1, ..., C) -> like x.
+        """x (B, T, ..., C) between the K-1 frames before it and the K-1 after it, each (B, K-1, ..., C) or None for
+        zeros -> like x.
 
         With chunk_frames, taps past the end of a frame's chunk see zeros; x starts at frame `first_frame` of the clip.
         """
         T, K = x.shape[1], self.weight.shape[-1]
+        if on_triton(x, backend):
+            from . import triton_layer  # here, since it imports triton
+
+            S = math.prod(x.shape[2:-1])
+            tokens = [
+                None if t is None else t.to(x.dtype).reshape(*t.shape[:2], S, t.shape[-1]) for t in (x, past, future)
+            ]
+            fused: Tensor = triton_layer.short_conv(*tokens, self.weight, chunk_frames, first_frame)
+            return fused.view(x.shape)
         taps = self.weight[:, 0].to(x.dtype).unbind(-1)
-        seen = torch.cat([past, x, future], 1)
+        beyond = x.new_zeros(x.shape[0], K - 1, *x.shape[2:])
+        seen = torch.cat([beyond if past is None else past, x, beyond if future is None else future], 1)
         in_chunk = None
         if chunk_frames is not None:
             in_chunk = torch.arange(first_frame, first_frame + T, device=x.device) % chunk_frames
@@ -103,8 +160,8 @@ class BidirectionalGDN(FrameSharded):
         self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, hidden_size // num_heads
         self.conv_kernel_size, self.eps, self.group, self.backend = conv_kernel_size, eps, group, backend
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(hidden_size, eps=norm_eps)
-        self.k_norm = nn.RMSNorm(hidden_size, eps=norm_eps)
+        self.q_norm = ReLURMSNorm(hidden_size, eps=norm_eps)
+        self.k_norm = ReLURMSNorm(hidden_size, eps=norm_eps)
         self.beta_proj = nn.Linear(hidden_size, num_heads)
         self.gate_proj = nn.Linear(hidden_size, num_heads)
         self.A_log = nn.Parameter(torch.empty(num_heads))
@@ -182,7 +239,7 @@ class BidirectionalGDN(FrameSharded):
                 k.reshape(B, num_frames, S, C), mask, state, output_final_state, chunk_frames, counts
             )
             k = k.flatten(1, 2)
-        q, k = F.relu(self.q_norm(q)).to(v.dtype), F.relu(self.k_norm(k)).to(v.dtype) * (D * max(S, 1)) ** -0.5
+        q, k = self.q_norm(q, backend=self.backend), self.k_norm(k, (D * max(S, 1)) ** -0.5, self.backend)
         q, k, v = (t.unflatten(-1, (H, D)) for t in (q, k, v))
 
         beta = self.beta_proj(x).sigmoid()
@@ -197,8 +254,7 @@ class BidirectionalGDN(FrameSharded):
             initial_state=state, output_final_state=output_final_state, chunk_frames=chunk_frames,
             eps=self.eps, group=self.group, frames_per_rank=counts, backend=self.backend,
         )  # fmt: skip
-        out = out.flatten(2) * F.silu(self.output_gate(x).to(wide))
-        out = self.proj(out.to(v.dtype))
+        out = self.proj(gated(out.flatten(2), self.output_gate(x), v.dtype, self.backend))
         if final is not None:
             final = GDNState(final.S, final.z, final.frames, conv_tail)
         return out, final
@@ -215,35 +271,41 @@ class BidirectionalGDN(FrameSharded):
         """The short convolution of keys (B, T, S, C) with its halo, and the tail of raw keys that a state carries on.
 
         The frames before the clip, zeros or a state's tail, count as K-1 more frames at the head of the first rank, so
-        that halo and tail are one fetch, wherever the frames lie.
+        that halo and tail are one fetch, wherever the frames lie. A process alone copies no keys for that.
         """
         assert self.conv_k is not None
         rank, size = parallel.rank_and_size(self.group)
         B, T, width = k.shape[0], k.shape[1], self.conv_kernel_size - 1
-        if rank == 0:
-            tail = None if state is None else state.conv_tail
-            head = k.new_zeros(B, width, *k.shape[2:]) if tail is None else tail.to(k.dtype)
-            held = torch.cat([head, k], 1)
-        else:
-            held = k
         total = sum(counts)
         ends = [total] * B
         if output_tail and mask is not None:
             ends = _last_active(mask, self.group, counts)
-        tails = sorted({frame for end in ends for frame in range(end, end + width)}) if output_tail else []
+        came = None if state is None or state.conv_tail is None else state.conv_tail.to(k.dtype)
+        if self.group is None or size == 1:
+            out = self.conv_k(k, came, None, chunk_frames, 0, self.backend)
+            if not output_tail:
+                return out, None
+            head = k.new_zeros(B, width, *k.shape[2:]) if came is None else came
+            tails = [
+                torch.cat([head[b : b + 1, end:], k[b : b + 1, max(end - width, 0) : end]], 1)
+                for b, end in enumerate(ends)
+            ]
+            return out, torch.cat(tails)
+
+        held = k
+        if rank == 0:
+            held = torch.cat([k.new_zeros(B, width, *k.shape[2:]) if came is None else came, k], 1)
+        tails_at = sorted({frame for end in ends for frame in range(end, end + width)}) if output_tail else []
         start = sum(counts[:rank])  # frame t of the clip stands at t + width among what is held
-        if self.group is not None and size > 1:
-            wanted, first = [], 0
-            for count in counts:
-                stop = first + count
-                near = {*range(first, first + width), *range(stop + width, min(stop + width, total) + width)}
-                wanted.append(sorted((near if count else set()) | set(tails)))
-                first += count
-            held_counts = [count + width * (r == 0) for r, count in enumerate(counts)]
-            fetched = parallel.fetch_frames(held, wanted, self.group, held_counts)
-            mine = wanted[rank]
-        else:
-            fetched, mine = held, list(range(total + width))
+        wanted, first = [], 0
+        for count in counts:
+            stop = first + count
+            near = {*range(first, first + width), *range(stop + width, min(stop + width, total) + width)}
+            wanted.append(sorted((near if count else set()) | set(tails_at)))
+            first += count
+        held_counts = [count + width * (r == 0) for r, count in enumerate(counts)]
+        fetched = parallel.fetch_frames(held, wanted, self.group, held_counts)
+        mine = wanted[rank]
 
         def frames(first: int, stop: int) -> Tensor:  # they follow one another in what was fetched
             return fetched.narrow(1, mine.index(first) if stop > first else 0, max(stop - first, 0))
@@ -252,7 +314,7 @@ class BidirectionalGDN(FrameSharded):
         past = frames(start, start + width) if T else fetched[:, :0]
         after = frames(start + width + T, min(start + T + width, total) + width) if T else past
         future = torch.cat([after, k.new_zeros(B, width - after.shape[1], *k.shape[2:])], 1)
-        out = self.conv_k(k, past, future, chunk_frames, start)
+        out = self.conv_k(k, past, future, chunk_frames, start, self.backend)
         if not output_tail:
             return out, None
         if len(set(ends)) == 1:
@@ -270,7 +332,7 @@ class BidirectionalGDN(FrameSharded):
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x must be (B, N, {self.hidden_size}), got {tuple(x.shape)}")
         B, N, _ = x.shape
-        if num_frames < 0 or (num_frames == 0) != (N == 0) or (num_frames and N % num_frames):
+        if num_frames < 0 or (N == 0 or N % num_frames != 0 if num_frames else N != 0):
             raise ValueError(f"x's N must be a multiple of num_frames, got N {N} and num_frames {num_frames}")
         S = N // num_frames if num_frames else 1
         if rotary is not None:
