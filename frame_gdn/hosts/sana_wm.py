@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import parallel
 from ..gdn import bidirectional_gdn
-from ..layer import TemporalShortConv
+from ..layer import TemporalShortConv, gated
 from ..torch_kernels import accumulation_dtype
 from . import SwapOptions, Swapped, adopt
 from .clip import Span, attend, locate
@@ -131,8 +131,10 @@ class SanaWMTemporalShortConvolution(Swapped, host.SanaWMTemporalShortConvolutio
         clip = clip or clip_of(self, hidden_states, num_frames, None)
         x = hidden_states.unflatten(1, (num_frames, -1))
         reach = self.kernel_size - 1
-        past, future = parallel.halo(x, reach, reach, self.group, clip.counts)
-        out = TemporalShortConv.forward(self, x, past, future, clip.chunk_frames, clip.start)
+        past = future = None
+        if self.group is not None:
+            past, future = parallel.halo(x, reach, reach, self.group, clip.counts)
+        out = TemporalShortConv.forward(self, x, past, future, clip.chunk_frames, clip.start, self.backend)
         if self.bias is not None:
             out = out + 2 * self.bias.to(out.dtype)  # as often as the host's two passes add it
         return out.flatten(1, 2)
@@ -230,7 +232,7 @@ class _Attention(Swapped):
             cam = self._camera(self._qkv(projected, "_cam", clip), gates, rays, clip)
             out = out + self.out_proj_cam(cam.flatten(2))
         if self.output_gate is not None:
-            out = out * F.silu(self.output_gate(x).to(accumulation_dtype(x.dtype)))
+            out = gated(out, self.output_gate(x), x.dtype, self.backend)
         projection: Tensor = self.proj(out.to(x.dtype))
         return projection
 
