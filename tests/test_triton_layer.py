@@ -200,6 +200,7 @@ def test_layer_equals_its_plain_path_with_every_gradient(chunk_frames, rollout):
     assert not worst, f"{worst} of {errors}"
 
 
+@pytest.mark.slow
 def test_layer_in_half_precision_is_as_close_as_its_plain_path():
     """By the median of three clips: a key that rounding carries across ReLU's kink decides over the error of one."""
     layer = fill_randomly(BidirectionalGDN(12 * 16, 12)).to(DEVICE).half()
