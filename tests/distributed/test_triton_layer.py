@@ -1,4 +1,4 @@
-"""The layer on Triton over real ranks: the convolution gets its halo from the neighbours and sends its gradient back."""
+"""The layer on Triton over real ranks: its convolution gets a halo from the neighbours, they a gradient from it."""
 
 import pytest
 import torch
