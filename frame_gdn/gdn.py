@@ -178,6 +178,14 @@ def active_frames(mask: Tensor | None, frames: int, group: ProcessGroup | None, 
     return per_sample[0] if per_sample else 0
 
 
+def check_chunk_frames(chunk_frames: int | None) -> None:
+    """ValueError unless it is None or a positive int."""
+    if chunk_frames is not None and (
+        isinstance(chunk_frames, bool) or not isinstance(chunk_frames, int) or chunk_frames < 1
+    ):
+        raise ValueError(f"chunk_frames must be None or a positive int, got {chunk_frames!r}")
+
+
 def _check(
     q: Tensor,
     k: Tensor,
@@ -228,10 +236,7 @@ def _check(
         raise ValueError(f"rotary takes the place of q_rot and k_rot and needs an even D: D is {D}, give one of them")
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool, True for active frames, got {mask.dtype}")
-    if chunk_frames is not None and (
-        isinstance(chunk_frames, bool) or not isinstance(chunk_frames, int) or chunk_frames < 1
-    ):
-        raise ValueError(f"chunk_frames must be None or a positive int, got {chunk_frames!r}")
+    check_chunk_frames(chunk_frames)
     if eps < 0:
         raise ValueError(f"eps must not be negative, got {eps}")
     return B, T, H, D

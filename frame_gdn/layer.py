@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from . import parallel, torch_kernels
-from .gdn import GDNState, bidirectional_gdn
+from .gdn import GDNState, bidirectional_gdn, check_chunk_frames
 from .parallel import FrameSharded
 from .scan import pick_backend
 from .torch_kernels import accumulation_dtype
@@ -21,11 +21,12 @@ SILU_ONE = 1.278464542761074
 
 
 def on_triton(x: Tensor, backend: str) -> bool:
-    """Whether what surrounds the scan runs on Triton for tokens like x (..., C): as the scan itself, at any C.
+    """Whether what surrounds the scan runs on Triton for tokens like x (..., C): where "triton" was asked for by name.
 
-    Raises ValueError as `pick_backend`.
+    "auto" takes what was measured on a GPU, and of a layer that is the scan: these kernels have met a compiler and
+    the interpreter, no clock yet. Raises ValueError as `pick_backend`.
     """
-    return pick_backend(backend, x[..., :1]) is not torch_kernels
+    return pick_backend(backend, x[..., :1]) is not torch_kernels and backend == "triton"
 
 
 def gated(x: Tensor, gate: Tensor, dtype: torch.dtype, backend: str = "auto") -> Tensor:
@@ -212,6 +213,7 @@ class BidirectionalGDN(FrameSharded):
             ValueError: for shapes that do not fit, and as `bidirectional_gdn`.
         """
         with parallel.checked(self.group):
+            check_chunk_frames(chunk_frames)
             S = self._check(x, num_frames, rotary, mask, state)
             rank, size = parallel.rank_and_size(self.group)
             parallel.check_frames_per_rank(frames_per_rank, num_frames, self.group)

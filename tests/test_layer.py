@@ -173,6 +173,7 @@ BAD = {
     "mask must be bool": lambda layer, x: layer(x, T, mask=torch.ones(B, T)),
     "conv_tail must be": lambda layer, x: layer(x, T, state=GDNState(torch.zeros(1), torch.zeros(1), 0, x[:, :1])),
     "chunk_frames must be": lambda layer, x: layer(x, T, chunk_frames=-1),
+    "positive int, got 0": lambda layer, x: layer(x, T, chunk_frames=0),
     "hidden_size must be": lambda layer, x: BidirectionalGDN(10, 3),
     "conv_kernel_size": lambda layer, x: BidirectionalGDN(C, H, conv_kernel_size=-1),
 }
