@@ -35,7 +35,7 @@ class Inputs(NamedTuple):
 
 
 class Transitions(NamedTuple):
-    """W, U, W°, u° of every frame (spec of one frame: S W + U, W° z + u°); the last two None without a denominator."""
+    """W, U, W°, u° of every frame (a frame makes S W + U and W° z + u°); the last two None without a denominator."""
 
     W: Tensor
     U: Tensor
