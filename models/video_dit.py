@@ -121,7 +121,7 @@ def timestep_features(timestep: Tensor, channels: int, dtype: torch.dtype) -> Te
 def rotary_table(
     head_dim: int, frames: range, height: int, width: int, *, theta: float = 10000.0, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each (T·h·w, head_dim/2), of 3-D rotary positions. Of the D/2 pairs, ⌊D/6⌋ are h, as many w, the rest t.
+    """Cosines and sines, each (T·h·w, head_dim/2), of 3-D rotary positions: ⌊D/6⌋ pairs for h, for w too, the rest t.
 
     `frames` are the clip's numbers of these frames: a shard's and a rollout's do not start at 0. The tables are on the
     device of `like`, in its dtype or float32, whichever is wider.
