@@ -99,7 +99,7 @@ def bidirectional_gdn(
         rotary: in place of q_rot and k_rot, (cos, sin), each (N, D/2): the numerator's q and k are the plain ones with
             interleaved pairs turned by these tables, inside the kernels where the backend can. Tables get no gradient.
         mask: (B, T) bool, True = active. A padded frame has transition I and input 0; its output is 0, its gradients
-            are 0, and what stands in it, NaN included, reaches nothing.
+            are 0, and what stands in it, NaN included, reaches nothing. Where ranks ask for a state: on all or none.
         initial_state: enters the forward recurrence of the group's first rank. Its gradient is each rank's share.
         output_final_state: return the state after the last active frame, the same on all ranks.
         chunk_frames: None: reverse over the whole clip; c: reverse cut every c frames of the whole clip; 1: causal.
@@ -127,7 +127,8 @@ def bidirectional_gdn(
         parallel.check_frames_per_rank(frames_per_rank, T, group)
         kernels = pick_backend(backend, q, precision)
     rotated = [rotary is not None or x is not None for x in (q_rot, k_rot)]
-    flags = normalize + 2 * output_final_state + 4 * rotated[0] + 8 * rotated[1]
+    counted = output_final_state and mask is not None  # then the ranks add up their active frames
+    flags = normalize + 2 * output_final_state + 4 * rotated[0] + 8 * rotated[1] + 16 * counted
     counts = parallel.agree(
         parallel.Call("bidirectional_gdn", B, H, D, q.dtype, flags, T, chunk_frames or 0),
         group,

@@ -203,7 +203,7 @@ class BidirectionalGDN(FrameSharded):
             num_frames: frames in x: this rank's own, where a group is set.
             rotary: (cos, sin), each (N_local, D/2), of this shard's own tokens; None for no rotary embedding.
             mask: (B, num_frames) bool, True = active. A padded frame reaches nothing; the layer returns `proj.bias`
-                there.
+                there. Over ranks that ask for a state: on all or none.
             state: continues from it; the same on every rank of a group.
             output_final_state: also return the `GDNState` to continue from, the same on every rank.
             chunk_frames: None: the whole clip is seen; c: no frame sees past the end of its chunk of c frames.
@@ -219,8 +219,9 @@ class BidirectionalGDN(FrameSharded):
             parallel.check_frames_per_rank(frames_per_rank, num_frames, self.group)
         B, N, C = x.shape
         H, D = self.num_heads, self.head_dim
+        flags = output_final_state + 2 * (output_final_state and mask is not None)
         counts = parallel.agree(
-            parallel.Call("BidirectionalGDN", B, H, D, x.dtype, output_final_state, num_frames, chunk_frames or 0),
+            parallel.Call("BidirectionalGDN", B, H, D, x.dtype, flags, num_frames, chunk_frames or 0),
             self.group,
             frames_per_rank,
             positions=True,

@@ -279,6 +279,13 @@ def disagreements(rank, size):
     refused("disagree on k", chunk_frames=rank + 2)
     refused("disagree on flags", normalize=bool(rank))
     refused("disagree on flags", output_final_state=bool(rank))
+    padded = torch.tensor([[True, False]])
+    refused("disagree on flags", output_final_state=True, mask=padded if rank else None)
+    layer = BidirectionalGDN(12, 2, group=dist.new_group(list(range(size))))
+    with pytest.raises(ValueError, match="disagree on flags"):
+        layer(torch.randn(1, 6, 12), 2, mask=padded if rank else None, output_final_state=True)
+    layer.group = dist.new_group(list(range(size)))
+    layer(torch.randn(1, 6, 12), 2, mask=padded if rank else None)  # without a state nothing is counted
     wrong = {"beta": torch.zeros(1, 5, 2, dtype=torch.float64)} if rank else {}
     refused("beta must be" if rank else "rank 1 of the group refused", **wrong)
     group = dist.new_group(list(range(size)))
