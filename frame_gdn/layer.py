@@ -21,12 +21,9 @@ SILU_ONE = 1.278464542761074
 
 
 def on_triton(x: Tensor, backend: str) -> bool:
-    """Whether what surrounds the scan runs on Triton for tokens like x (..., C): where "triton" was asked for by name.
-
-    "auto" takes what was measured on a GPU, and of a layer that is the scan: these kernels have met a compiler and
-    the interpreter, no clock yet. Raises ValueError as `pick_backend`.
-    """
-    return pick_backend(backend, x[..., :1]) is not torch_kernels and backend == "triton"
+    """Whether what surrounds the scan runs on Triton for tokens like x (..., C), of any C. Raises ValueError as
+    `pick_backend`."""
+    return pick_backend(backend, x[..., :1]) is not torch_kernels
 
 
 def gated(x: Tensor, gate: Tensor, dtype: torch.dtype, backend: str = "auto") -> Tensor:
