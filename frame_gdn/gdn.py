@@ -121,7 +121,8 @@ def bidirectional_gdn(
             disagree (found by the handshake), samples with different counts of active frames where a state is asked
             for.
     """
-    with parallel.checked(group, check):
+    positions = chunk_frames not in (None, 1) or output_final_state
+    with parallel.checked(group, due=check or (positions and frames_per_rank is None)):
         rank, size = parallel.rank_and_size(group)
         B, T, H, D = _check(q, k, v, beta, decay, q_rot, k_rot, rotary, mask, initial_state, chunk_frames, eps)
         parallel.check_frames_per_rank(frames_per_rank, T, group)
@@ -133,7 +134,7 @@ def bidirectional_gdn(
         parallel.Call("bidirectional_gdn", B, H, D, q.dtype, flags, T, chunk_frames or 0),
         group,
         frames_per_rank,
-        positions=(chunk_frames or 0) > 1 or output_final_state,
+        positions=positions,
         check=check,
     )
     ends, passes = chunk_ends(chunk_frames, T, rank, counts)

@@ -209,7 +209,7 @@ class BidirectionalGDN(FrameSharded):
         Raises:
             ValueError: for shapes that do not fit, and as `bidirectional_gdn`.
         """
-        with parallel.checked(self.group):
+        with parallel.checked(self.group, due=frames_per_rank is None):
             check_chunk_frames(chunk_frames)
             S = self._check(x, num_frames, rotary, mask, state)
             rank, size = parallel.rank_and_size(self.group)

@@ -81,17 +81,17 @@ class Call(NamedTuple):
 
 
 @contextlib.contextmanager
-def checked(group: ProcessGroup | None, check: bool = False) -> Iterator[None]:
+def checked(group: ProcessGroup | None, *, due: bool = False) -> Iterator[None]:
     """Checks of one rank's input, made so that a ValueError on one rank is one on all where a handshake is due.
 
-    Inside, raise ValueError freely. On a group's first call (or with check=True) the ranks that found nothing wrong
-    are in `agree` by then, and learn there that a peer refused.
+    Inside, raise ValueError freely. On a group's first call, and where the call makes a handshake `due` anyway, the
+    ranks that found nothing wrong are in `agree` by then, and learn there that a peer refused.
     """
     try:
         yield
     except ValueError:
         _, size = rank_and_size(group)
-        if group is not None and size > 1 and (check or group not in _met_before):
+        if group is not None and size > 1 and (due or group not in _met_before):
             gather_ints([1] + [0] * (len(_FIELDS) + 1), group)
         raise
 

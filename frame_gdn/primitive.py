@@ -68,7 +68,7 @@ def cp_frame_gdn_scan(
             gather or backend, a group this process is not in, or ranks that disagree (found on the group's first
             call).
     """
-    with parallel.checked(group):
+    with parallel.checked(group, due=truncate_to_active is not None and frames_per_rank is None):
         parallel.rank_and_size(group)
         BH, T, D = _check(W_kv, U_kv, W_z, U_z, truncate_to_active, initial_state, gather)
         parallel.check_frames_per_rank(frames_per_rank, T, group)

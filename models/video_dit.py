@@ -463,7 +463,7 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         """
         if chunk_frames is None:
             chunk_frames = self.config.chunk_frames
-        with checked(self.group):
+        with checked(self.group, due=frames_per_rank is None):
             self._check(
                 hidden_states, timestep, encoder_hidden_states, frame_mask, chunk_frames, state, frames_per_rank
             )

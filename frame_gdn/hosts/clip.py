@@ -100,7 +100,7 @@ class ClipRotary(Swapped):
         """
         batch, _, length, height, width = hidden_states.shape
         patch = self.patch_size[0]
-        with parallel.checked(self.group):
+        with parallel.checked(self.group, due=True):
             if length % patch:
                 raise ValueError(f"the latents' {length} frames are no multiple of the patch size {patch}")
         span = locate(self, batch, hidden_states.dtype, length // patch)

@@ -293,6 +293,12 @@ def disagreements(rank, size):
     x = [tensors[n].detach() for n in ("q", "k", "v", "beta", "decay")]
     bidirectional_gdn(*x, group=group)  # later calls pay nothing, unless asked to check
     refused("beta must be" if rank else "rank 1 of the group refused", group=group, **wrong)
+    one_sided = "beta must be" if rank else "rank 1 of the group refused"
+    for needs_positions in ({"chunk_frames": 2}, {"output_final_state": True}):  # a handshake is due without check
+        refused(one_sided, check=False, group=group, **wrong, **needs_positions)
+    layer(torch.randn(1, 6, 12), 2)
+    with pytest.raises(ValueError, match="x must be" if rank else "rank 1 of the group refused"):
+        layer(torch.randn(1, 6, 12 + rank), 2)
     mask = torch.tensor([[True, False], [True, bool(rank)]])
     two = [torch.cat([t, t]) for t in x]
     with pytest.raises(ValueError, match=r"different counts of active frames: \[2, 3\]"):

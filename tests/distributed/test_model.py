@@ -176,6 +176,11 @@ def disagree(rank: int, size: int) -> str:
     mine = frames_of(inputs, split(7, [4, 3], rank))
     with pytest.raises(ValueError, match="disagree on k: rank by rank it is .2, 3."):
         model(**mine, chunk_frames=2 + rank)
+    model(**mine)
+    if rank == 1:
+        mine["timestep"] = mine["timestep"][:1]
+    with pytest.raises(ValueError, match="timestep must be" if rank else "rank 1 of the group refused"):
+        model(**mine)
     return str(refused.value)
 
 

@@ -171,8 +171,8 @@ def test_low_precision_inputs_are_computed_in_float32():
 
 
 def bad_input(rank, size):
-    def refused(match, **changes):
-        group = dist.new_group(list(range(size)))  # a new group: its first call shakes hands
+    def refused(match, group=None, **changes):
+        group = group or dist.new_group(list(range(size)))  # a new group: its first call shakes hands
         T = 3
         tensors = dict(zip(NAMES[:4], (t.detach() for t in whole_sequence(T)), strict=False))
         keywords = {
@@ -195,6 +195,10 @@ def bad_input(rank, size):
     one_sided = {"U_z": (lambda t: t[..., :2])} if rank == 1 else {}
     refused("U_z must be" if rank == 1 else "rank 1 of the group refused", **one_sided)
     refused("frames_per_rank" if rank == 1 else "rank 1 of the group refused", frames_per_rank=[3, 4])
+    group = dist.new_group(list(range(size)))
+    cp_frame_gdn_scan(*(t.detach() for t in whole_sequence(3)[:4]), group)
+    # later calls ask for frame counts where they truncate, and learn of a refusal by the way
+    refused("U_z must be" if rank == 1 else "rank 1 of the group refused", group, truncate_to_active=2, **one_sided)
 
 
 def _narrow(t, rank):
