@@ -13,7 +13,7 @@ demo: $(TRAIN)  ## train a small model on real clips and roll out a film
 	$(RUN) training.demo
 
 test: $(TEST)  ## every test that needs no GPU
-	OMP_NUM_THREADS=1 $(RUN) pytest -n 2 -m "not gpu" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(RUN) pytest -n 2 -m "not gpu" $(PYTEST_ARGS)
 
 lint: $(TEST)
 	$(RUN) ruff check .

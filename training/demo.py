@@ -7,6 +7,7 @@ row for each clip: the film on the left, the clip itself on the right) and `demo
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -62,7 +63,8 @@ def train() -> None:
     launch = ["--multi_gpu", f"--num_processes={NUM_PROCESSES}", "--num_machines=1", "--mixed_precision=no"]
     command = [sys.executable, "-m", "accelerate.commands.launch", *launch, "--dynamo_backend=no", "train.py"]
     command += ["--config", str(CONFIG.relative_to(ROOT)), "--resume_from_checkpoint", "latest"]
-    subprocess.run(command, cwd=ROOT, check=True)
+    on_cpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # whatever the machine has, two processes need no two GPUs
+    subprocess.run(command, cwd=ROOT, check=True, env=on_cpu)
 
 
 def plot_loss(output_dir: Path) -> dict[str, Any]:
