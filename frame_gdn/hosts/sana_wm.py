@@ -8,8 +8,6 @@ Source of the formulas: `transformer_sana_wm.py` of diffusers 0.42, after NVlabs
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace as changed
 from typing import Any
 
 import torch
@@ -22,8 +20,10 @@ from ..gdn import bidirectional_gdn
 from ..layer import TemporalShortConv, gated
 from ..torch_kernels import accumulation_dtype
 from . import SwapOptions, Swapped, adopt
-from .clip import Span, attend, locate
+from .clip import attend
 from .rays import into_rays, out_of_rays
+from .sana_clip import Clip, clip_of
+from .sana_ffn import GLUMBConvTemp
 
 # --- the host's two functions -----------------------------------------------------------------------------------
 
@@ -58,68 +58,6 @@ def _has_replacement(module: nn.Module) -> bool:
     return found is not None and isinstance(module, found.host_class())
 
 
-# --- a clip -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Clip(Span):
-    """One call's clip as every site sees it; it rides where the host passes `frame_valid_mask`.
-
-    Attributes:
-        mask: (B, T_local) bool, the frames here that are not padding; `clip_mask` (B, T) those of all ranks. None: all
-            are.
-    """
-
-    mask: Tensor | None
-    clip_mask: Tensor | None
-
-    def to(self, device: torch.device) -> "Clip":
-        """The clip for a block that lives on this device."""
-        if self.mask is None or self.clip_mask is None:
-            return self
-        return changed(self, mask=self.mask.to(device), clip_mask=self.clip_mask.to(device))
-
-    def select(self, x: Tensor) -> Tensor:
-        """Tokens x (B, N, C) with zeros in padded frames: selected, not multiplied, so that no NaN passes."""
-        if self.mask is None:
-            return x
-        tokens = self.mask.repeat_interleave(x.shape[1] // self.frames, 1, output_size=x.shape[1])
-        return torch.where(tokens[..., None], x, 0.0)
-
-
-def clip_of(site: Swapped, x: Tensor, frames: int, frame_valid_mask: "Tensor | Clip | None") -> Clip:
-    """The clip of a call of `site`, unless the model has made it already; x's first dimension is the batch.
-
-    One tiny exchange under a group. Raises ValueError for a mask that is not one of 0/1 a frame, on all ranks alike.
-    """
-    if isinstance(frame_valid_mask, Clip):
-        return frame_valid_mask.to(x.device)
-    with parallel.checked(site.group):
-        mask = None if frame_valid_mask is None else as_bool(frame_valid_mask, x.shape[0], frames).to(x.device)
-    span = locate(site, x.shape[0], x.dtype, frames, flags=mask is not None)
-    clip_mask = None if mask is None else parallel.gather_frames(mask, site.group, span.counts)
-    return Clip(span.counts, span.start, span.frames, span.chunk_frames, mask, clip_mask)
-
-
-def as_bool(mask: Tensor, batch: int, frames: int) -> Tensor:
-    """A mask of frames in one of the host's shapes, (B, 1, T, 1, 1), (B, 1, T) or (B, T), as bool (B, T).
-
-    Anything but 0 and 1 is a ValueError: the scan selects frames, it does not weigh them. (That look costs a
-    synchronisation, which a bool mask does not.)
-    """
-    flat = mask[:, 0, :, 0, 0] if mask.dim() == 5 else mask[:, 0] if mask.dim() == 3 and mask.shape[1] == 1 else mask
-    if tuple(flat.shape) != (batch, frames):
-        raise ValueError(
-            f"frame_valid_mask must be (B, 1, T, 1, 1), (B, 1, T) or (B, T) with B {batch} and T {frames}, got "
-            f"{tuple(mask.shape)}"
-        )
-    if flat.dtype == torch.bool:
-        return flat
-    if not bool(((flat == 0) | (flat == 1)).all()):
-        raise ValueError("frame_valid_mask must be bool, or hold nothing but 0 and 1: a frame is there or it is not")
-    return flat != 0
-
-
 # --- what looks across frames -----------------------------------------------------------------------------------
 
 
@@ -150,53 +88,6 @@ class RMSNorm(Swapped, host.RMSNorm):
         if not halves or self.weight is None or self.weight.dtype != hidden_states.dtype or self.bias is not None:
             return super().forward(hidden_states)
         return F.rms_norm(hidden_states, self.dim, self.weight, self.eps)
-
-
-class GLUMBConvTemp(Swapped, host.GLUMBConvTemp):
-    """The feed-forward; its temporal convolution sees the neighbouring shards' frames and no frame past its chunk."""
-
-    def forward(self, hidden_states: Tensor, HW: tuple[int, int, int], clip: Clip | None = None) -> Tensor:
-        """(B, N, C) -> (B, N, C)"""
-        frames, height, width = HW
-        clip = clip or clip_of(self, hidden_states, frames, None)
-        images = hidden_states.reshape(-1, height, width, hidden_states.shape[-1]).permute(0, 3, 1, 2)
-        rows = max(1, INDEXABLE // (self.inverted_conv.conv.out_channels * height * width))
-        parts = [self._spatial(some) for some in images.split(rows)]
-        x = parts[0] if len(parts) == 1 else torch.cat(parts)
-        x = x.flatten(2).unflatten(0, (-1, frames)).transpose(1, 2)  # (B, C, T, S)
-        x = x + self._temporal(x, clip)
-        return x.permute(0, 2, 3, 1).reshape(hidden_states.shape)
-
-    def _spatial(self, images: Tensor) -> Tensor:
-        value, gate = self.depth_conv(self.inverted_conv(images)).chunk(2, 1)
-        out: Tensor = self.point_conv(value * self.glu_act(gate))
-        return out
-
-    def _temporal(self, x: Tensor, clip: Clip) -> Tensor:
-        """`t_conv` of x (B, C, T, S), whose own padding is the zeros beyond the clip or the chunk."""
-        reach = self.t_conv.kernel_size[0] // 2
-        if clip.is_plain:
-            out: Tensor = self.t_conv(x)
-            return out
-        left, right = parallel.halo(x.transpose(1, 2), reach, reach, self.group, clip.counts)
-        left, right = left.transpose(1, 2), right.transpose(1, 2)
-        if clip.chunk_frames is None:
-            out = self.t_conv(torch.cat([left, x, right], 2))
-            return out[:, :, reach : reach + clip.frames]
-        # A chunk with the past that it sees is one window; windows lie in the batch, and the future is their padding.
-        size = clip.chunk_frames
-        before, after = clip.start % size, -(clip.start + clip.frames) % size
-        whole = [F.pad(left, (0, 0, before, 0)), x]
-        if after:
-            whole.append(F.pad(right[:, :, :after], (0, 0, 0, max(after - reach, 0))))
-        windows = torch.cat(whole, 2).unfold(2, size + reach, size).permute(0, 2, 1, 4, 3)
-        out = self.t_conv(windows.flatten(0, 1))[:, :, reach:]
-        out = out.unflatten(0, windows.shape[:2]).permute(0, 2, 1, 3, 4).flatten(2, 3)
-        return out[:, :, before : before + clip.frames]
-
-
-#: cuDNN and ATen index a convolution's tensor by 32 bits; the host splits the images at the same size.
-INDEXABLE = host._INT32_SAFE_CONV_ELEMENTS
 
 
 class _Attention(Swapped):
