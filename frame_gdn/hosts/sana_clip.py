@@ -44,7 +44,7 @@ def clip_of(site: Swapped, x: Tensor, frames: int, frame_valid_mask: "Tensor | C
     """
     if isinstance(frame_valid_mask, Clip):
         return frame_valid_mask.to(x.device)
-    with parallel.checked(site.group):
+    with parallel.checked(site.group, due=True):
         mask = None if frame_valid_mask is None else as_bool(frame_valid_mask, x.shape[0], frames).to(x.device)
     span = locate(site, x.shape[0], x.dtype, frames, flags=mask is not None)
     clip_mask = None if mask is None else parallel.gather_frames(mask, site.group, span.counts)
