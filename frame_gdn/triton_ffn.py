@@ -1,0 +1,283 @@
+"""The middle of a gated depthwise feed-forward on Triton: activation, depthwise convolution, bias and GLU in one pass.
+
+Bound by memory traffic and, closely behind, by instructions: a program walks along the columns of a strip of rows of
+one image, a few channels a thread, its neighbourhood in registers, so that every pixel but those of a strip's border
+is read and activated once. Everything is float32 between load and store. Gradients of weights are summed by program,
+then over programs in a fixed order: two runs are equal to the bit.
+
+A `torch.library` operator, as those of `triton_layer.py`; only inputs are kept for the backward pass.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Channels of a program and its warps, two channels a thread; the most rows of a strip.
+_CHANNELS, _WARPS, _ROWS = 128, 2, 11
+
+
+@triton.jit
+def _nothing():
+    """The empty tuple, of a type that grows."""
+    return ()
+
+
+@triton.jit
+def _load_column(ptr, row, column, H, W, C, c, live, COUNT: tl.constexpr):
+    """Channels c of COUNT pixels of a column, from `row` (int64) on; zeros outside the image."""
+    pixels = _nothing()
+    for i in tl.static_range(COUNT):
+        inside = (row + i >= 0) & (row + i < H) & (column >= 0) & (column < W)
+        pixels = pixels + (tl.load(ptr + ((row + i) * W + column) * C + c, mask=live & inside, other=0.0),)
+    return pixels
+
+
+@triton.jit
+def _load_taps(ptr, c, live, TAPS: tl.constexpr):
+    taps = _nothing()
+    for i in tl.static_range(TAPS):
+        taps = taps + (tl.load(ptr + c * TAPS + i, mask=live, other=0.0).to(tl.float32),)
+    return taps
+
+
+@triton.jit
+def _activate(pixels, COUNT: tl.constexpr, SILU: tl.constexpr):
+    out = _nothing()
+    for i in tl.static_range(COUNT):
+        x = pixels[i].to(tl.float32)
+        if SILU:
+            x = x * tl.sigmoid(x)
+        out = out + (x,)
+    return out
+
+
+@triton.jit
+def _spread(h, taps, sums, bias, K: tl.constexpr, ROWS: tl.constexpr):
+    """What a column h of ROWS + K - 1 pixels adds to the K columns that see it, of which K - 1 have begun.
+
+    Returns the ROWS sums of the first of them, which that completes, and those of the rest.
+    """
+    done, rest = _nothing(), _nothing()
+    for a in tl.static_range(K):
+        for r in tl.static_range(ROWS):
+            if a < K - 1:
+                total = sums[a * ROWS + r]
+            else:
+                total = bias
+            for i in tl.static_range(K):
+                total += taps[i * K + K - 1 - a] * h[r + i]
+            if a == 0:
+                done = done + (total,)
+            else:
+                rest = rest + (total,)
+    return done, rest
+
+
+@triton.jit
+def _glu_conv_kernel(
+    x_ptr, weight_ptr, bias_ptr, dout_ptr, out_ptr, H, W, F,
+    K: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, BACKWARD: tl.constexpr,
+    BC: tl.constexpr,
+):  # fmt: skip
+    """A strip of rows, a block of channels of both halves: the GLU, or its gradient in the convolution's two halves.
+
+    While one column is worked on, the next is on its way.
+    """
+    REACH: tl.constexpr = K // 2
+    tiles, blocks = tl.cdiv(H, ROWS), tl.cdiv(F, BC)
+    pid = tl.program_id(0)
+    first = ((pid % tiles) * ROWS).to(tl.int64)
+    c = (pid // tiles % blocks) * BC + tl.arange(0, BC)
+    image = (pid // tiles // blocks).to(tl.int64) * H * W
+    live = c < F
+    x_ptr += image * 2 * F
+    gate_ptr = x_ptr + F
+    value_taps = _load_taps(weight_ptr, c, live, K * K)
+    gate_taps = _load_taps(weight_ptr + F * K * K, c, live, K * K)
+    value_bias, gate_bias = tl.zeros((BC,), dtype=tl.float32), tl.zeros((BC,), dtype=tl.float32)
+    if HAS_BIAS:
+        value_bias += tl.load(bias_ptr + c, mask=live, other=0.0).to(tl.float32)
+        gate_bias += tl.load(bias_ptr + F + c, mask=live, other=0.0).to(tl.float32)
+    value_sums, gate_sums = _nothing(), _nothing()
+    for _ in tl.static_range((K - 1) * ROWS):
+        value_sums, gate_sums = value_sums + (value_bias,), gate_sums + (gate_bias,)
+    values = _load_column(x_ptr, first - REACH, 0, H, W, 2 * F, c, live, ROWS + K - 1)
+    gates = _load_column(gate_ptr, first - REACH, 0, H, W, 2 * F, c, live, ROWS + K - 1)
+    douts = _nothing()
+    if BACKWARD:
+        dout_ptr += image * F
+        out_ptr += image * 2 * F
+        douts = _load_column(dout_ptr, first, -REACH, H, W, F, c, live, ROWS)
+    else:
+        out_ptr += image * F
+    for w in range(W + REACH):
+        next_values = _load_column(x_ptr, first - REACH, w + 1, H, W, 2 * F, c, live, ROWS + K - 1)
+        next_gates = _load_column(gate_ptr, first - REACH, w + 1, H, W, 2 * F, c, live, ROWS + K - 1)
+        next_douts = _nothing()
+        if BACKWARD:
+            next_douts = _load_column(dout_ptr, first, w + 1 - REACH, H, W, F, c, live, ROWS)
+        h = _activate(values, ROWS + K - 1, SILU)
+        values, value_sums = _spread(h, value_taps, value_sums, value_bias, K, ROWS)
+        h = _activate(gates, ROWS + K - 1, SILU)
+        gates, gate_sums = _spread(h, gate_taps, gate_sums, gate_bias, K, ROWS)
+        for r in tl.static_range(ROWS):
+            keep = live & (w >= REACH) & (first + r < H)
+            pixel = (first + r) * W + (w - REACH)
+            gate = gates[r]
+            open_ = tl.sigmoid(gate)
+            kind = out_ptr.dtype.element_ty
+            if BACKWARD:
+                dout = douts[r].to(tl.float32)
+                dvalue = dout * gate * open_
+                dgate = dout * values[r] * open_ * (1.0 + gate * (1.0 - open_))
+                tl.store(out_ptr + pixel * 2 * F + c, dvalue.to(kind), mask=keep)
+                tl.store(out_ptr + pixel * 2 * F + F + c, dgate.to(kind), mask=keep)
+            else:
+                tl.store(out_ptr + pixel * F + c, (values[r] * gate * open_).to(kind), mask=keep)
+        values, gates, douts = next_values, next_gates, next_douts
+
+
+@triton.jit
+def _conv_backward_kernel(
+    x_ptr, weight_ptr, dconv_ptr, dx_ptr, partial_ptr, H, W, C,
+    K: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """A strip of rows, a block of channels: dx from the convolution's gradient, and this strip's part of dweight and
+    dbias.
+
+    `window` holds the K columns of that gradient around a column of x, K - 1 rows more than the strip has.
+    """
+    REACH: tl.constexpr = K // 2
+    TALL: tl.constexpr = ROWS + K - 1
+    tiles, blocks = tl.cdiv(H, ROWS), tl.cdiv(C, BC)
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    first = (tile * ROWS).to(tl.int64)
+    c = (pid // tiles % blocks) * BC + tl.arange(0, BC)
+    image = (pid // tiles // blocks).to(tl.int64)
+    live = c < C
+    x_ptr += image * H * W * C
+    dconv_ptr += image * H * W * C
+    dx_ptr += image * H * W * C
+    partial_ptr += (image * tiles + tile) * (K * K + 1) * C
+    taps = _load_taps(weight_ptr, c, live, K * K)
+    dtaps = _nothing()
+    for _ in tl.static_range(K * K):
+        dtaps = dtaps + (tl.zeros((BC,), dtype=tl.float32),)
+    dbias = tl.zeros((BC,), dtype=tl.float32)
+    window = _nothing()
+    for i in tl.static_range(K - 1):
+        column = _load_column(dconv_ptr, first - REACH, i - REACH, H, W, C, c, live, TALL)
+        window = window + _activate(column, TALL, False)
+    coming = _load_column(dconv_ptr, first - REACH, K - 1 - REACH, H, W, C, c, live, TALL)
+    pixels = _load_column(x_ptr, first, 0, H, W, C, c, live, ROWS)
+    for w in range(W):
+        next_coming = _load_column(dconv_ptr, first - REACH, w + K - REACH, H, W, C, c, live, TALL)
+        next_pixels = _load_column(x_ptr, first, w + 1, H, W, C, c, live, ROWS)
+        window = window + _activate(coming, TALL, False)
+        for r in tl.static_range(ROWS):
+            x = pixels[r].to(tl.float32)
+            h, slope = x, 1.0
+            if SILU:
+                open_ = tl.sigmoid(x)
+                h = x * open_
+                slope = open_ + h * (1.0 - open_)
+            dh = tl.zeros((BC,), dtype=tl.float32)
+            new = _nothing()
+            for i in tl.static_range(K):
+                for j in tl.static_range(K):
+                    d = window[(K - 1 - j) * TALL + r + K - 1 - i]
+                    dh += taps[i * K + j] * d
+                    new = new + (dtaps[i * K + j] + h * d,)
+            dtaps = new
+            dbias += window[REACH * TALL + r + REACH]
+            keep = live & (first + r < H)
+            tl.store(dx_ptr + ((first + r) * W + w) * C + c, (dh * slope).to(dx_ptr.dtype.element_ty), mask=keep)
+        window, coming, pixels = window[TALL:], next_coming, next_pixels
+    for i in tl.static_range(K * K):
+        tl.store(partial_ptr + i * C + c, dtaps[i], mask=live)
+    tl.store(partial_ptr + K * K * C + c, dbias, mask=live)
+
+
+def _strips(H: int) -> tuple[int, int]:
+    """How many strips an image of H rows is cut into, and their rows."""
+    strips = triton.cdiv(H, _ROWS)
+    return strips, triton.cdiv(H, strips)
+
+
+def _run_glu_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, dout: Tensor | None, out: Tensor
+) -> None:
+    images, H, W, C = x.shape
+    strips, rows = _strips(H)
+    _glu_conv_kernel[(strips * triton.cdiv(C // 2, _CHANNELS) * images,)](
+        x, weight, x if bias is None else bias, x if dout is None else dout, out, H, W, C // 2,
+        K=weight.shape[-1], ROWS=rows, SILU=silu, HAS_BIAS=bias is not None, BACKWARD=dout is not None,
+        BC=_CHANNELS, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("frame_gdn::glu_conv", mutates_args=())
+def glu_conv(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    """value · SiLU(gate), where value and gate are the halves of depthwise(SiLU(x)) + bias, or of depthwise(x) + bias.
+
+    x (images, height, width, 2 F), weight (2 F, 1, K, K), K odd, zeros around an image; bias (2 F) or None -> (images,
+    height, width, F) contiguous, in x's dtype.
+    """
+    images, H, W, C = x.shape
+    out = torch.empty(images, H, W, C // 2, dtype=x.dtype, device=x.device)
+    if out.numel():
+        _run_glu_conv(x.contiguous(), weight.contiguous(), bias, silu, None, out)
+    return out
+
+
+@torch.library.custom_op("frame_gdn::glu_conv_backward", mutates_args=())
+def glu_conv_backward(dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> list[Tensor]:
+    """Gradients of x, weight and bias (empty where there is none)."""
+    images, H, W, C = x.shape
+    K = weight.shape[-1]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    strips, rows = _strips(H)
+    partial = torch.empty(images * strips, K * K + 1, C, dtype=torch.float32, device=x.device)
+    if dx.numel():
+        x, weight = x.contiguous(), weight.contiguous()
+        dconv = torch.empty_like(x)
+        _run_glu_conv(x, weight, bias, silu, dout.contiguous(), dconv)
+        _conv_backward_kernel[(strips * triton.cdiv(C, _CHANNELS) * images,)](
+            x, weight, dconv, dx, partial, H, W, C, K=K, ROWS=rows, SILU=silu, BC=_CHANNELS, num_warps=_WARPS
+        )
+    else:
+        partial = partial.new_zeros(1, K * K + 1, C)
+    sums = partial.sum(0)
+    dweight = sums[:-1].t().reshape(weight.shape).to(weight.dtype, memory_format=torch.contiguous_format)
+    return [dx, dweight, x.new_empty(0) if bias is None else sums[-1].to(bias.dtype, copy=True)]
+
+
+@glu_conv.register_fake
+def _(x: Tensor, *args: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+@glu_conv_backward.register_fake
+def _(dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> list[Tensor]:
+    return [
+        dout.new_empty(0) if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
+        for t in (x, weight, bias)
+    ]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.silu = inputs[3]
+
+
+def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    given = ctx.saved_tensors
+    grads = glu_conv_backward(dout, *given, ctx.silu)
+    return (*(None if t is None else d for t, d in zip(given, grads, strict=True)), None)
+
+
+glu_conv.register_autograd(_backward, setup_context=_save)
