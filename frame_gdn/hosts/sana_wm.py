@@ -39,6 +39,7 @@ def replace(model: nn.Module, options: SwapOptions) -> None:
     if options.chunk_frames is not None and len(chosen) < len(blocks):
         raise ValueError("chunk_frames needs all blocks swapped: diffusers' own attention looks past a chunk's end")
     sites: list[tuple[nn.Module, type[Swapped]]] = [(model, SanaWMTransformer3DModel)]
+    sites += [(m, SanaWMPatchEmbed) for m in model.children() if isinstance(m, host.SanaWMPatchEmbed)]
     sites += [(block, SanaVideoMSCamCtrlBlock) for block in blocks]
     for index in chosen:
         sites += [(m, REPLACEMENTS[type(m).__name__]) for m in blocks[index].modules() if _has_replacement(m)]
@@ -290,6 +291,19 @@ class SanaVideoMSCamCtrlBlock(Swapped, host.SanaVideoMSCamCtrlBlock):
 
     def _gated(self, x: Tensor, gate: Tensor, h: Tensor, clip: Clip) -> Tensor:
         return clip.select(x + (h.unflatten(1, (clip.frames, -1)) * gate).flatten(1, 2))
+
+
+class SanaWMPatchEmbed(Swapped, host.SanaWMPatchEmbed):
+    """The embedding with a token's channels next to one another.
+
+    The host's lie as its convolution leaves them, a channel's tokens next to one another, and the residual stream
+    keeps them so: every linear layer then copies its input, every sum runs at a fraction of the bandwidth.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C_in, T, h, w) -> (B, N, C) contiguous."""
+        tokens: Tensor = super().forward(x)
+        return tokens.contiguous()
 
 
 class SanaWMTransformer3DModel(Swapped, host.SanaWMTransformer3DModel):

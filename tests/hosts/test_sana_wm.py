@@ -141,6 +141,32 @@ def test_the_short_convolution_adds_its_bias_as_often_as_the_host() -> None:
     assert relative_error(conv(x, 4), plain) <= 1e-6
 
 
+@pytest.mark.parametrize("mask", [None, PADDED_END], ids=["all frames", "end"])
+def test_every_part_of_a_block_sees_tokens_and_gradients_with_their_channels_together(mask: Tensor | None) -> None:
+    """One tensor in another order is enough: sums keep their first operand's, linear layers copy it."""
+    model, inputs = swap(tiny_model(softmax_every_n=2)), tiny_inputs(mask=mask)
+    seen, apart = set(), []
+
+    def watch(name: str, *tensors: Tensor | None) -> None:
+        seen.add(name)
+        apart.extend(name for t in tensors if t is not None and not t.is_contiguous())
+
+    for index, block in enumerate(model.blocks):
+        for name, part in [("block", block), *block.named_children()]:
+
+            def forward(_: nn.Module, args: tuple[Any, ...], name: str = f"{name} {index}") -> None:
+                watch(name, args[0])
+
+            def backward(_: nn.Module, into: Any, out: Any, name: str = f"{name} {index} backward") -> None:
+                watch(name, into[0], out[0])
+
+            part.register_forward_pre_hook(forward)
+            part.register_full_backward_hook(backward)
+    output_and_gradients(model, inputs)
+    assert len(seen) == 3 * 7 * 2
+    assert not apart
+
+
 # --- padding ----------------------------------------------------------------------------------------------------
 
 
