@@ -1,8 +1,11 @@
 """UCPE on Triton: tokens into a camera's rays and out of them, one read and one write each, forward and backward.
 
-A program takes a block of tokens of one head. Channels 4g ... 4g + 3 of a head's first half lie in four planes
-(tokens, G), pairs of its second half in two (tokens, R): a token's 4 x 4 matrix and its rotation then act plane by
-plane. Everything is float32 between load and store.
+A program holds the matrices and rotations of a block of tokens in registers and walks over heads. Both halves of a
+head's channels come and go as (tokens, channels) tiles, in words as wide as they lie; channels 4g ... 4g + 3 and the
+pairs of a rotation are taken apart where they stand, in a thread's own registers. Everything is float32 between load
+and store.
+
+Operators of `torch.library`, as those of `triton_layer`; only inputs are kept for the backward pass.
 """
 
 from typing import Any
@@ -12,179 +15,219 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BN = 16
+#: Tokens and heads of a program.
+_TOKENS, _HEADS = 16, 10
 
 
 @triton.jit
-def _planes(ptr, n, live, stride_n, D: tl.constexpr, G: tl.constexpr, R: tl.constexpr):
-    """The four planes of the first half and the two of the second, zero where there is nothing."""
-    g, r = tl.arange(0, G), tl.arange(0, R)
-    quad = ptr + n[:, None] * stride_n + 4 * g[None, :]
-    pair = ptr + n[:, None] * stride_n + D // 2 + 2 * r[None, :]
-    in_quad, in_pair = live[:, None] & (g < D // 8)[None, :], live[:, None] & (r < D // 4)[None, :]
-    a = tl.load(quad, mask=in_quad, other=0.0).to(tl.float32)
-    b = tl.load(quad + 1, mask=in_quad, other=0.0).to(tl.float32)
-    c = tl.load(quad + 2, mask=in_quad, other=0.0).to(tl.float32)
-    d = tl.load(quad + 3, mask=in_quad, other=0.0).to(tl.float32)
-    even = tl.load(pair, mask=in_pair, other=0.0).to(tl.float32)
-    odd = tl.load(pair + 1, mask=in_pair, other=0.0).to(tl.float32)
-    return a, b, c, d, even, odd
+def _tile(ptr, n, live, stride_n, HALF: tl.constexpr, BC: tl.constexpr):
+    """HALF channels of tokens n in float32, zero where there is nothing."""
+    c = tl.arange(0, BC)
+    mask = live[:, None] & (c < HALF)[None, :]
+    return tl.load(ptr + n[:, None] * stride_n + c[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_planes(ptr, n, live, stride_n, a, b, c, d, even, odd, D: tl.constexpr, G: tl.constexpr, R: tl.constexpr):
-    g, r = tl.arange(0, G), tl.arange(0, R)
-    quad = ptr + n[:, None] * stride_n + 4 * g[None, :]
-    pair = ptr + n[:, None] * stride_n + D // 2 + 2 * r[None, :]
-    in_quad, in_pair = live[:, None] & (g < D // 8)[None, :], live[:, None] & (r < D // 4)[None, :]
-    kind = ptr.dtype.element_ty
-    tl.store(quad, a.to(kind), mask=in_quad)
-    tl.store(quad + 1, b.to(kind), mask=in_quad)
-    tl.store(quad + 2, c.to(kind), mask=in_quad)
-    tl.store(quad + 3, d.to(kind), mask=in_quad)
-    tl.store(pair, even.to(kind), mask=in_pair)
-    tl.store(pair + 1, odd.to(kind), mask=in_pair)
+def _store_tile(ptr, n, live, stride_n, x, HALF: tl.constexpr, BC: tl.constexpr):
+    c = tl.arange(0, BC)
+    mask = live[:, None] & (c < HALF)[None, :]
+    tl.store(ptr + n[:, None] * stride_n + c[None, :], x.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _matrix_product(m, n, live, a, b, c, d, TRANSPOSE: tl.constexpr):
-    """Each token's matrix (16 numbers at m) times the planes."""
+def _matrices(ptr, n, live, stride_n, row, column):
+    """The 16 numbers of each token's matrix, row by row."""
+    ptr += n * stride_n
+    return (
+        _matrix_row(ptr, live, column)
+        + _matrix_row(ptr + row, live, column)
+        + _matrix_row(ptr + 2 * row, live, column)
+        + _matrix_row(ptr + 3 * row, live, column)
+    )
+
+
+@triton.jit
+def _matrix_row(ptr, live, column):
+    m0 = tl.load(ptr, mask=live, other=0.0)[:, None]
+    m1 = tl.load(ptr + column, mask=live, other=0.0)[:, None]
+    m2 = tl.load(ptr + 2 * column, mask=live, other=0.0)[:, None]
+    m3 = tl.load(ptr + 3 * column, mask=live, other=0.0)[:, None]
+    return (m0, m1, m2, m3)
+
+
+@triton.jit
+def _pairs(x):
+    """Even and odd columns."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+
+
+@triton.jit
+def _interleaved(even, odd):
+    return tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))
+
+
+@triton.jit
+def _multiplied(m, x, TRANSPOSE: tl.constexpr):
+    """Each token's matrix, or its transpose, times every four of its channels."""
     row: tl.constexpr = 1 if TRANSPOSE else 4
     column: tl.constexpr = 4 if TRANSPOSE else 1
-    base = m + n * 16
-    out0 = _row_product(base, live, a, b, c, d, column)
-    out1 = _row_product(base + row, live, a, b, c, d, column)
-    out2 = _row_product(base + 2 * row, live, a, b, c, d, column)
-    out3 = _row_product(base + 3 * row, live, a, b, c, d, column)
-    return out0, out1, out2, out3
+    even, odd = _pairs(x)
+    a, c = _pairs(even)
+    b, d = _pairs(odd)
+    out0 = m[0] * a + m[column] * b + m[2 * column] * c + m[3 * column] * d
+    out1 = m[row] * a + m[row + column] * b + m[row + 2 * column] * c + m[row + 3 * column] * d
+    out2 = m[2 * row] * a + m[2 * row + column] * b + m[2 * row + 2 * column] * c + m[2 * row + 3 * column] * d
+    out3 = m[3 * row] * a + m[3 * row + column] * b + m[3 * row + 2 * column] * c + m[3 * row + 3 * column] * d
+    return _interleaved(_interleaved(out0, out2), _interleaved(out1, out3))
 
 
 @triton.jit
-def _row_product(base, live, a, b, c, d, column: tl.constexpr):
-    m0 = tl.load(base, mask=live, other=0.0)
-    m1 = tl.load(base + column, mask=live, other=0.0)
-    m2 = tl.load(base + 2 * column, mask=live, other=0.0)
-    m3 = tl.load(base + 3 * column, mask=live, other=0.0)
-    return m0[:, None] * a + m1[:, None] * b + m2[:, None] * c + m3[:, None] * d
+def _rotated(x, cos, sin):
+    """Pairs of channels as complex numbers times cos + i sin."""
+    even, odd = _pairs(x)
+    return _interleaved(even * cos - odd * sin, even * sin + odd * cos)
 
 
 @triton.jit
-def _squares(a, b, c, d, even, odd):
-    return tl.sum(a * a + b * b + c * c + d * d, 1) + tl.sum(even * even + odd * odd, 1)
-
-
-@triton.jit
-def _load_table(cos_ptr, sin_ptr, n, live, D: tl.constexpr, R: tl.constexpr):
-    r = tl.arange(0, R)
-    offs = n[:, None] * (D // 4) + r[None, :]
-    keep = live[:, None] & (r < D // 4)[None, :]
-    return tl.load(cos_ptr + offs, mask=keep, other=0.0), tl.load(sin_ptr + offs, mask=keep, other=0.0)
+def _rotation(table_ptr, n, live, INVERSE: tl.constexpr, HALF: tl.constexpr, BC: tl.constexpr):
+    """Cosines and sines (tokens, BC / 2) of each token's pairs."""
+    cos, sin = _pairs(_tile(table_ptr, n, live, HALF, HALF, BC))
+    if INVERSE:
+        sin = -sin
+    return cos, sin
 
 
 @triton.jit
 def _turn_kernel(
-    x_ptr, m_ptr, cos_ptr, sin_ptr, out_ptr, inflation_ptr,
-    tokens, heads, x_b, x_n, x_h, table_b,
-    D: tl.constexpr, G: tl.constexpr, R: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr,
+    x_ptr, m_ptr, table_ptr, out_ptr, inflation_ptr,
+    tokens, heads, x_b, x_n, x_h, m_b, m_n, m_row, m_column, table_b,
+    D: tl.constexpr, INVERSE: tl.constexpr, BN: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """out = s M x a token and head; s = min(1, rms x / rms M x) and inflation = (|out| / |x|)² WITHIN, else s = 1."""
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    """out = s M x a token and head; s = min(1, rms x / rms M x) and inflation = (|out| / |x|)².
+
+    INVERSE: the rotation is turned round, s = 1, and there is no inflation.
+    """
+    HALF: tl.constexpr = D // 2
+    batch = tl.program_id(2).to(tl.int64)
     n = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
     live = n < tokens
-    x_ptr += batch.to(tl.int64) * x_b + head * x_h
-    m_ptr += batch.to(tl.int64) * tokens * 16
-    table = batch.to(tl.int64) * table_b
-    a, b, c, d, even, odd = _planes(x_ptr, n, live, x_n, D, G, R)
-    cos, sin = _load_table(cos_ptr + table, sin_ptr + table, n, live, D, R)
-    before = _squares(a, b, c, d, even, odd)
-    a, b, c, d = _matrix_product(m_ptr, n, live, a, b, c, d, False)
-    even, odd = even * cos - odd * sin, even * sin + odd * cos
-    if WITHIN:
-        after = _squares(a, b, c, d, even, odd)
-        s = tl.minimum(tl.sqrt((before / D + 1e-6) / (after / D + 1e-6)), 1.0)
-        inflation = tl.maximum(s * s * after, 1e-12) / tl.maximum(before, 1e-12)
-        tl.store(inflation_ptr + (batch * tokens + n) * heads + head, inflation, mask=live)
-        s = s[:, None]
-        a, b, c, d, even, odd = a * s, b * s, c * s, d * s, even * s, odd * s
-    out_ptr += (batch.to(tl.int64) * tokens * heads + head) * D
-    _store_planes(out_ptr, n, live, heads * D, a, b, c, d, even, odd, D, G, R)
+    x_ptr += batch * x_b
+    out_ptr += batch * tokens * heads * D
+    inflation_ptr += batch * tokens * heads
+    m = _matrices(m_ptr + batch * m_b, n, live, m_n, m_row, m_column)
+    cos, sin = _rotation(table_ptr + batch * table_b, n, live, INVERSE, HALF, BC)
+    first = tl.program_id(1) * HEADS
+    for head in range(first, tl.minimum(first + HEADS, heads)):
+        ray = _tile(x_ptr + head * x_h, n, live, x_n, HALF, BC)
+        place = _tile(x_ptr + head * x_h + HALF, n, live, x_n, HALF, BC)
+        before = tl.sum(ray * ray + place * place, 1)
+        ray, place = _multiplied(m, ray, False), _rotated(place, cos, sin)
+        if not INVERSE:
+            after = tl.sum(ray * ray + place * place, 1)
+            s = tl.minimum(tl.sqrt((before * (1 / D) + 1e-6) / (after * (1 / D) + 1e-6)), 1.0)
+            inflation = tl.maximum(s * s * after, 1e-12) / tl.maximum(before, 1e-12)
+            tl.store(inflation_ptr + (n * heads + head)[:, None], inflation[:, None], mask=live[:, None])
+            ray, place = ray * s[:, None], place * s[:, None]
+        _store_tile(out_ptr + head * D, n, live, heads * D, ray, HALF, BC)
+        _store_tile(out_ptr + head * D + HALF, n, live, heads * D, place, HALF, BC)
 
 
 @triton.jit
 def _turn_backward_kernel(
-    x_ptr, m_ptr, cos_ptr, sin_ptr, dout_ptr, dinflation_ptr, dx_ptr,
-    tokens, heads, x_b, x_n, x_h, table_b,
-    D: tl.constexpr, G: tl.constexpr, R: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr,
+    x_ptr, m_ptr, table_ptr, dout_ptr, dinflation_ptr, dx_ptr,
+    tokens, heads, x_b, x_n, x_h, m_b, m_n, m_row, m_column, table_b,
+    D: tl.constexpr, INVERSE: tl.constexpr, BN: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """dx from dout and dinflation; what the forward computed is computed again.
 
     With y = M x, u = |x|², w = |y|²: out = s y, inflation = s² w / u, and s² = (u/D + e) / (w/D + e) where below 1.
     """
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    HALF: tl.constexpr = D // 2
+    batch = tl.program_id(2).to(tl.int64)
     n = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
     live = n < tokens
-    x_ptr += batch.to(tl.int64) * x_b + head * x_h
-    m_ptr += batch.to(tl.int64) * tokens * 16
-    table = batch.to(tl.int64) * table_b
-    own = (batch.to(tl.int64) * tokens * heads + head) * D
-    da, db, dc, dd, deven, dodd = _planes(dout_ptr + own, n, live, heads * D, D, G, R)
-    cos, sin = _load_table(cos_ptr + table, sin_ptr + table, n, live, D, R)
-    if WITHIN:
-        a, b, c, d, even, odd = _planes(x_ptr, n, live, x_n, D, G, R)
-        ya, yb, yc, yd = _matrix_product(m_ptr, n, live, a, b, c, d, False)
-        yeven, yodd = even * cos - odd * sin, even * sin + odd * cos
-        u, w = _squares(a, b, c, d, even, odd), _squares(ya, yb, yc, yd, yeven, yodd)
-        wide_u, wide_w = u / D + 1e-6, w / D + 1e-6
-        s = tl.minimum(tl.sqrt(wide_u / wide_w), 1.0)
-        ds = tl.sum(da * ya + db * yb + dc * yc + dd * yd, 1) + tl.sum(deven * yeven + dodd * yodd, 1)
-        grad = tl.load(dinflation_ptr + (batch * tokens + n) * heads + head, mask=live, other=0.0)
-        length, held = s * s * w, tl.maximum(u, 1e-12)
-        dlength = tl.where(length > 1e-12, grad / held, 0.0)
-        du = tl.where(u > 1e-12, -grad * tl.maximum(length, 1e-12) / (held * held), 0.0)
-        dw = dlength * s * s
-        ds += dlength * 2 * s * w
-        ds = tl.where(wide_u <= wide_w, ds, 0.0)
-        du = 2 * (du + ds * s / (2 * wide_u * D))[:, None]
-        dw = 2 * (dw - ds * s / (2 * wide_w * D))[:, None]
-        s = s[:, None]
-        da, db, dc, dd = s * da + dw * ya, s * db + dw * yb, s * dc + dw * yc, s * dd + dw * yd
-        deven, dodd = s * deven + dw * yeven, s * dodd + dw * yodd
-    da, db, dc, dd = _matrix_product(m_ptr, n, live, da, db, dc, dd, True)
-    deven, dodd = deven * cos + dodd * sin, dodd * cos - deven * sin
-    if WITHIN:
-        da, db, dc, dd = da + du * a, db + du * b, dc + du * c, dd + du * d
-        deven, dodd = deven + du * even, dodd + du * odd
-    _store_planes(dx_ptr + own, n, live, heads * D, da, db, dc, dd, deven, dodd, D, G, R)
+    x_ptr += batch * x_b
+    dout_ptr += batch * tokens * heads * D
+    dx_ptr += batch * tokens * heads * D
+    dinflation_ptr += batch * tokens * heads
+    m = _matrices(m_ptr + batch * m_b, n, live, m_n, m_row, m_column)
+    cos, sin = _rotation(table_ptr + batch * table_b, n, live, INVERSE, HALF, BC)
+    first = tl.program_id(1) * HEADS
+    for head in range(first, tl.minimum(first + HEADS, heads)):
+        dray = _tile(dout_ptr + head * D, n, live, heads * D, HALF, BC)
+        dplace = _tile(dout_ptr + head * D + HALF, n, live, heads * D, HALF, BC)
+        if not INVERSE:
+            ray = _tile(x_ptr + head * x_h, n, live, x_n, HALF, BC)
+            place = _tile(x_ptr + head * x_h + HALF, n, live, x_n, HALF, BC)
+            yray, yplace = _multiplied(m, ray, False), _rotated(place, cos, sin)
+            u, w = tl.sum(ray * ray + place * place, 1), tl.sum(yray * yray + yplace * yplace, 1)
+            ds = tl.sum(dray * yray + dplace * yplace, 1)
+            wide_u, wide_w = u * (1 / D) + 1e-6, w * (1 / D) + 1e-6
+            s = tl.minimum(tl.sqrt(wide_u / wide_w), 1.0)
+            grad = tl.load(dinflation_ptr + n * heads + head, mask=live, other=0.0)
+            length, shrunk = s * s * w, 1.0 / tl.maximum(u, 1e-12)
+            grad *= shrunk
+            dlength = tl.where(length > 1e-12, grad, 0.0)
+            du = tl.where(u > 1e-12, -grad * tl.maximum(length, 1e-12) * shrunk, 0.0)
+            ds = tl.where(wide_u <= wide_w, ds * s + dlength * 2 * length, 0.0) * (1 / D)
+            du = (2 * du + ds / wide_u)[:, None]
+            dw = (2 * dlength * s * s - ds / wide_w)[:, None]
+            dray, dplace = s[:, None] * dray + dw * yray, s[:, None] * dplace + dw * yplace
+        dray, dplace = _multiplied(m, dray, True), _rotated(dplace, cos, -sin)
+        if not INVERSE:
+            dray, dplace = dray + du * ray, dplace + du * place
+        _store_tile(dx_ptr + head * D, n, live, heads * D, dray, HALF, BC)
+        _store_tile(dx_ptr + head * D + HALF, n, live, heads * D, dplace, HALF, BC)
 
 
-def turn(x: Tensor, matrix: Tensor, cos: Tensor, sin: Tensor, within: bool) -> tuple[Tensor, Tensor]:
-    """x (B, N, H, D) with channels next to one another, matrix (B, N, 4, 4), cos and sin (1 or B, N, D/4), all three
-    float32 and contiguous -> out (B, N, H, D) and inflation (B, N, H) float32, empty unless `within`."""
+@torch.library.custom_op("frame_gdn::turn", mutates_args=())
+def turn(x: Tensor, matrix: Tensor, table: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+    """`hosts.rays.turn`: x (B, N, H, D), matrix (B, N, 4, 4) and table (1 or B, N, D/4, 2), both float32 -> out
+    (B, N, H, D) contiguous and inflation (B, N, H) float32, empty where `inverse`."""
     B, N, H, _ = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    inflation = matrix.new_empty((B, N, H) if within else (0,))
-    _launch(_turn_kernel, x, matrix, cos, sin, (out, inflation), within)
+    inflation = matrix.new_empty((B, N, H) if not inverse else (0,))
+    _launch(_turn_kernel, x, matrix, table, (out, inflation), inverse)
     return out, inflation
 
 
-def turn_backward(
-    x: Tensor, matrix: Tensor, cos: Tensor, sin: Tensor, dout: Tensor, dinflation: Tensor, within: bool
-) -> Tensor:
-    """dx (B, N, H, D)"""
+@torch.library.custom_op("frame_gdn::turn_backward", mutates_args=())
+def turn_backward(dout: Tensor, dinflation: Tensor, x: Tensor, matrix: Tensor, table: Tensor, inverse: bool) -> Tensor:
+    """The gradient of x."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    gradients = dout.contiguous(), dinflation.contiguous(), dx
-    _launch(_turn_backward_kernel, x, matrix, cos, sin, gradients, within)
+    _launch(_turn_backward_kernel, x, matrix, table, (dout.contiguous(), dinflation.contiguous(), dx), inverse)
     return dx
 
 
-def _launch(
-    kernel: Any, x: Tensor, matrix: Tensor, cos: Tensor, sin: Tensor, others: tuple[Tensor, ...], within: bool
-) -> None:
+def _launch(kernel: Any, x: Tensor, matrix: Tensor, table: Tensor, others: tuple[Tensor, ...], inverse: bool) -> None:
     B, N, H, D = x.shape
     if x.numel() == 0:
         return
-    kernel[(triton.cdiv(N, BN), B * H)](
-        x, matrix, cos, sin, *others,
-        N, H, x.stride(0), x.stride(1), x.stride(2), cos.stride(0) if len(cos) > 1 else 0,
-        D=D, G=triton.next_power_of_2(D // 8), R=triton.next_power_of_2(D // 4), WITHIN=within, BN=BN,
+    x, table = x if x.stride(-1) == 1 else x.contiguous(), table.contiguous()
+    kernel[(triton.cdiv(N, _TOKENS), triton.cdiv(H, _HEADS), B)](
+        x, matrix, table, *others, N, H, *x.stride()[:3], *matrix.stride(), table.stride(0) if len(table) > 1 else 0,
+        D=D, INVERSE=inverse, BN=_TOKENS, HEADS=_HEADS, BC=triton.next_power_of_2(D // 2),
     )  # fmt: skip
+
+
+@turn.register_fake
+def _(x: Tensor, matrix: Tensor, table: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return out, matrix.new_empty(x.shape[:3] if not inverse else (0,))
+
+
+@turn_backward.register_fake
+def _(dout: Tensor, dinflation: Tensor, x: Tensor, *args: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.inverse = inputs[3]
+
+
+def _backward(ctx: Any, dout: Tensor, dinflation: Tensor) -> tuple[Tensor | None, ...]:
+    return turn_backward(dout, dinflation, *ctx.saved_tensors, ctx.inverse), None, None, None
+
+
+turn.register_autograd(_backward, setup_context=_save)

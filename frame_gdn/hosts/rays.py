@@ -6,12 +6,12 @@ half is rotated. `rays` is the host's tuple (P, Pᵀ, P⁻¹, table or None): ma
 Source: `transformer_sana_wm.py` of diffusers 0.42, after NVlabs/Sana.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .. import torch_kernels
 from ..scan import pick_backend
@@ -47,51 +47,30 @@ def turn(
     wide = accumulation_dtype(x.dtype)
     matrix = matrix.to(wide)
     if table is None:
-        cos, sin = matrix.new_ones(1, N, D // 4), matrix.new_zeros(1, N, D // 4)
+        turns = torch.stack([matrix.new_ones(1, N, D // 4), matrix.new_zeros(1, N, D // 4)], -1)
     else:
-        cos, sin = (t.reshape(-1, N, D // 4).to(wide) for t in (table.real, table.imag))
-        sin = -sin if inverse else sin
+        turns = torch.view_as_real(table).reshape(math.prod(table.shape[:-2]), N, D // 4, 2).to(wide)
     if matrix.requires_grad or pick_backend(backend, x) is torch_kernels:
-        return _turn(x, matrix, cos, sin, not inverse)
-    turned: tuple[Tensor, Tensor] = _Turn.apply(x, matrix, cos, sin, not inverse)  # type: ignore[no-untyped-call]
+        return _turn(x, matrix, turns, inverse)
+    from .. import triton_rays  # here, since it imports triton
+
+    turned: tuple[Tensor, Tensor] = triton_rays.turn(x, matrix, turns, inverse)
     return turned
 
 
-def _turn(x: Tensor, matrix: Tensor, cos: Tensor, sin: Tensor, within: bool) -> tuple[Tensor, Tensor]:
-    """The same from tables cos and sin (1 or B, N, D/4)."""
+def _turn(x: Tensor, matrix: Tensor, turns: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+    """The same from cosines and sines (1 or B, N, D/4, 2)."""
     before = x.to(matrix.dtype)
     first, second = before.chunk(2, -1)
     turned = first.unflatten(-1, (-1, 4)).flatten(2, 3) @ matrix.mT
     even, odd = second.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    cos, sin = turns.unsqueeze(2).unbind(-1)
+    sin = -sin if inverse else sin
     rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
     after = torch.cat([turned.reshape(first.shape), rotated.flatten(-2)], -1)
-    if not within:
+    if inverse:
         return after.to(x.dtype), after.new_empty(0)
     rms = [(t.square().mean(-1, keepdim=True) + 1e-6).sqrt() for t in (before, after)]
     after = after * (rms[0] / rms[1]).clamp(max=1.0)
     lengths = [t.square().sum(-1).clamp_min(1e-12) for t in (before, after)]
     return after.to(x.dtype), lengths[1] / lengths[0]
-
-
-class _Turn(torch.autograd.Function):
-    """`_turn` on Triton. Saved: the inputs, from which the backward pass makes the rest again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: Tensor, cos: Tensor, sin: Tensor, within: bool) -> tuple[Tensor, Tensor]:
-        from .. import triton_rays
-
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        matrix, cos, sin = matrix.contiguous(), cos.contiguous(), sin.contiguous()
-        ctx.save_for_backward(x, matrix, cos, sin)
-        ctx.within = within
-        return triton_rays.turn(x, matrix, cos, sin, within)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor, dinflation: Tensor) -> tuple[Tensor | None, ...]:
-        from .. import triton_rays
-
-        x, matrix, cos, sin = ctx.saved_tensors
-        dx = triton_rays.turn_backward(x, matrix, cos, sin, dout, dinflation, ctx.within)
-        return dx, None, None, None, None

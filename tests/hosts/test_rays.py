@@ -63,6 +63,62 @@ def test_kernels_equal_the_plain_path_in_float64(D: int, table: str) -> None:
         assert relative_error(mine, expected) <= 2e-6
 
 
+@pytest.mark.parametrize("H", [10, 23])
+def test_as_many_heads_as_there_are(H: int) -> None:
+    qkv, rays = make(1, 3, H, 8, torch.float32)
+    exact, exact_gradients = run(qkv, rays, "torch", torch.float64)
+    ours, gradients = run(qkv, rays, "triton", torch.float32)
+    for mine, expected in zip([*ours, *gradients], [*exact, *exact_gradients], strict=True):
+        assert relative_error(mine, expected) <= 2e-6
+
+
+def test_tokens_and_matrices_as_they_lie() -> None:
+    (q, k, v), rays = make(2, 5, 3, 16, torch.float32)
+    apart = [q.mT.contiguous().mT, k.transpose(1, 2).contiguous().transpose(1, 2), v.flip(1)[:, :1].expand(q.shape)]
+    P, _, P_inv, table = rays
+    lying = P.mT, P, P_inv.permute(2, 0, 3, 1).contiguous().permute(1, 3, 0, 2), table
+    exact, exact_gradients = run([t.contiguous() for t in apart], lying, "torch", torch.float64)
+    ours, gradients = run(apart, lying, "triton", torch.float32)
+    for mine, expected in zip([*ours, *gradients], [*exact, *exact_gradients], strict=True):
+        assert relative_error(mine, expected) <= 2e-6
+
+
+def test_no_tokens() -> None:
+    qkv, rays = make(2, 0, 3, 16, torch.float32)
+    outputs, gradients = run(qkv, rays, "triton", torch.float32)
+    assert [out.shape for out in outputs] == [q.shape for q in qkv] + [(2, 0, 3), qkv[0].shape]
+    assert all(gradient.shape == t.shape for gradient, t in zip(gradients, qkv, strict=True))
+
+
+def test_the_compiler_takes_them_whole() -> None:
+    qkv, rays = make(1, 5, 2, 16, torch.float32)
+    expected, expected_gradients = run(qkv, rays, "triton", torch.float32)
+    compiled = torch.compile(
+        lambda qkv: [*into_rays(qkv, rays, "triton"), out_of_rays(qkv[0], rays, "triton")],
+        fullgraph=True, backend="aot_eager",
+    )  # fmt: skip
+    leaves = [t.detach().requires_grad_() for t in qkv]
+    outputs = compiled(leaves)
+    g = torch.Generator().manual_seed(0)
+    loss = sum((out * torch.randn(out.shape, generator=g)).sum() for out in outputs)
+    assert isinstance(loss, Tensor)
+    gradients = torch.autograd.grad(loss, leaves)
+    for mine, other in zip([*outputs, *gradients], [*expected, *expected_gradients], strict=True):
+        assert relative_error(mine, other) <= 1e-6
+
+
+def test_the_operator_keeps_the_rules_of_operators() -> None:
+    pytest.importorskip("triton")
+    from frame_gdn import triton_rays
+
+    (q, *_), (P, *_) = make(1, 5, 2, 8, torch.float32)
+    for inverse in (False, True):
+        torch.library.opcheck(
+            triton_rays.turn, (q.clone().requires_grad_(), P, torch.randn(1, 5, 2, 2), inverse),
+            test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"),
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("dtype", "device", "sizes"),
     [
@@ -70,6 +126,7 @@ def test_kernels_equal_the_plain_path_in_float64(D: int, table: str) -> None:
         # The interpreter cuts bfloat16 off where a GPU rounds.
         pytest.param(torch.bfloat16, "cuda", (1, 880 * 3, 20, 112), marks=pytest.mark.gpu),
         pytest.param(torch.float16, "cuda", (2, 880, 20, 112), marks=pytest.mark.gpu),
+        pytest.param(torch.bfloat16, "cuda", (1, 77, 3, 24), marks=pytest.mark.gpu),  # rows end within a word
     ],
 )
 def test_kernels_in_half_precision_are_as_close_as_the_plain_path(
