@@ -3,34 +3,101 @@
 Source of the formulas: `transformer_sana_wm.py` of diffusers 0.42, after NVlabs/Sana.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from diffusers.models.transformers import transformer_sana_wm as host
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import parallel
+from ..layer import on_triton
 from . import Swapped
 from .sana_clip import Clip, clip_of
 
 
+class Conv2d(Swapped, nn.Conv2d):
+    """A convolution of images in channels-last memory: a pointwise one is a matrix product that adds the bias itself.
+
+    What is fused happens within this call, where casting, offloading and adapters expect the weights to be used.
+    """
+
+    def forward(self, input: Tensor, glu_of: str | None = None) -> Tensor:
+        """(images, C, height, width) -> the same of other channels. With `glu_of`, this depthwise convolution of
+        SiLU(input) ("silu") or of the input ("identity"), and half its channels times SiLU of the other half."""
+        pixels = input.permute(0, 2, 3, 1)
+        if glu_of is not None:
+            from .. import triton_ffn  # here, since it imports triton
+
+            fused: Tensor = triton_ffn.glu_conv(pixels, self.weight, self.bias, glu_of == "silu")
+            return fused.permute(0, 3, 1, 2)
+        if self.kernel_size != (1, 1):
+            return super().forward(input)
+        out = F.linear(pixels.flatten(0, 2), self.weight.flatten(1), self.bias)
+        return out.view(*pixels.shape[:-1], -1).permute(0, 3, 1, 2)
+
+
+class SanaWMConvLayer(Swapped, host.SanaWMConvLayer):
+    """A convolution whose activation may be left to what follows, or which does that of what went before."""
+
+    def forward(self, hidden_states: Tensor, activate: bool = True, glu_of: str | None = None) -> Tensor:
+        """(images, C, height, width) -> the same of other channels; `glu_of` as in `Conv2d`."""
+        x: Tensor = self.conv(hidden_states) if glu_of is None else self.conv(hidden_states, glu_of=glu_of)
+        return self.act(x) if activate and self.act is not None else x
+
+
+def convolutions(ffn: Any) -> list[tuple[nn.Module, type[Swapped]]]:
+    """A feed-forward's convolutions within frames, as sites to swap, without those that an adapter wraps or a hook
+    holds: they stay as they are."""
+    inner = [layer.conv for layer in (ffn.inverted_conv, ffn.depth_conv, ffn.point_conv)]
+    free = [type(c) is Conv2d or (type(c) is nn.Conv2d and "forward" not in c.__dict__) for c in inner]
+    return [(conv, Conv2d) for conv, is_free in zip(inner, free, strict=True) if is_free]
+
+
 class GLUMBConvTemp(Swapped, host.GLUMBConvTemp):
-    """The feed-forward; its temporal convolution sees the neighbouring shards' frames and no frame past its chunk."""
+    """The feed-forward; its temporal convolution sees the neighbouring shards' frames and no frame past its chunk.
+
+    On Triton, what lies between its matrix products is one kernel.
+    """
 
     def forward(self, hidden_states: Tensor, HW: tuple[int, int, int], clip: Clip | None = None) -> Tensor:
         """(B, N, C) -> (B, N, C)"""
         frames, height, width = HW
         clip = clip or clip_of(self, hidden_states, frames, None)
         images = hidden_states.reshape(-1, height, width, hidden_states.shape[-1]).permute(0, 3, 1, 2)
-        rows = max(1, INDEXABLE // (self.inverted_conv.conv.out_channels * height * width))
-        parts = [self._spatial(some) for some in images.split(rows)]
+        fused = self._can_fuse(images)
+        parts = [self._spatial(some, fused) for some in images.split(self._images_at_once(images, fused))]
         x = parts[0] if len(parts) == 1 else torch.cat(parts)
         x = x.flatten(2).unflatten(0, (-1, frames)).transpose(1, 2)  # (B, C, T, S)
         x = x + self._temporal(x, clip)
         return x.permute(0, 2, 3, 1).reshape(hidden_states.shape)
 
-    def _spatial(self, images: Tensor) -> Tensor:
-        value, gate = self.depth_conv(self.inverted_conv(images)).chunk(2, 1)
-        out: Tensor = self.point_conv(value * self.glu_act(gate))
+    def _can_fuse(self, images: Tensor) -> bool:
+        """Whether the activations are those of the kernel, and nothing stands around the depthwise convolution."""
+        inverted, depth = self.inverted_conv, self.depth_conv
+        return (
+            isinstance(inverted, SanaWMConvLayer)
+            and isinstance(depth, SanaWMConvLayer)
+            and isinstance(depth.conv, Conv2d)
+            and (inverted.act is None or isinstance(inverted.act, nn.SiLU))
+            and depth.act is None
+            and isinstance(self.glu_act, nn.SiLU)
+            and on_triton(images, self.backend)
+        )
+
+    def _images_at_once(self, images: Tensor, fused: bool) -> int:
+        if fused and isinstance(self.inverted_conv.conv, Conv2d) and isinstance(self.point_conv.conv, Conv2d):
+            return max(1, len(images))
+        return max(1, INDEXABLE // (self.inverted_conv.conv.weight.shape[0] * images.shape[2] * images.shape[3]))
+
+    def _spatial(self, images: Tensor, fused: bool) -> Tensor:
+        if fused:
+            glu_of = "identity" if self.inverted_conv.act is None else "silu"
+            product = self.depth_conv(self.inverted_conv(images, activate=False), glu_of=glu_of)
+        else:
+            value, gate = self.depth_conv(self.inverted_conv(images)).chunk(2, 1)
+            product = value * self.glu_act(gate)
+        out: Tensor = self.point_conv(product)
         return out
 
     def _temporal(self, x: Tensor, clip: Clip) -> Tensor:

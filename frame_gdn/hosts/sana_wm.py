@@ -23,7 +23,7 @@ from . import SwapOptions, Swapped, adopt
 from .clip import attend
 from .rays import into_rays, out_of_rays
 from .sana_clip import Clip, clip_of
-from .sana_ffn import GLUMBConvTemp
+from .sana_ffn import GLUMBConvTemp, SanaWMConvLayer, convolutions
 
 # --- the host's two functions -----------------------------------------------------------------------------------
 
@@ -43,6 +43,8 @@ def replace(model: nn.Module, options: SwapOptions) -> None:
     sites += [(block, SanaVideoMSCamCtrlBlock) for block in blocks]
     for index in chosen:
         sites += [(m, REPLACEMENTS[type(m).__name__]) for m in blocks[index].modules() if _has_replacement(m)]
+        if isinstance(blocks[index].mlp, host.GLUMBConvTemp):
+            sites += convolutions(blocks[index].mlp)
     adopt(sites, backend=options.backend, chunk_frames=options.chunk_frames)
 
 
@@ -389,6 +391,7 @@ REPLACEMENTS: dict[str, type[Swapped]] = {
         SanaWMTemporalShortConvolution,
         RMSNorm,
         GLUMBConvTemp,
+        SanaWMConvLayer,
         BidirectionalGDNUCPESinglePathLiteLA,
         _SoftmaxUCPESinglePathLiteLA,
     )
