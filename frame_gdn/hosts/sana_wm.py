@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import parallel
 from ..gdn import bidirectional_gdn
-from ..layer import TemporalShortConv, gated
+from ..layer import TemporalShortConv, gated, on_triton
 from ..torch_kernels import accumulation_dtype
 from . import SwapOptions, Swapped, adopt
 from .clip import attend
@@ -81,16 +81,55 @@ class SanaWMTemporalShortConvolution(Swapped, host.SanaWMTemporalShortConvolutio
         return out.flatten(1, 2)
 
 
-class RMSNorm(Swapped, host.RMSNorm):
-    """The norm as one kernel in half precision. In float32 as the host has it, to the bit: the softmax blocks round to
-    bfloat16 next, where another last bit now and then is another number."""
+# --- norms ------------------------------------------------------------------------------------------------------
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """(..., C) -> (..., C)"""
-        halves = hidden_states.dtype in (torch.bfloat16, torch.float16)
-        if not halves or self.weight is None or self.weight.dtype != hidden_states.dtype or self.bias is not None:
-            return super().forward(hidden_states)
-        return F.rms_norm(hidden_states, self.dim, self.weight, self.eps)
+
+class RMSNorm(Swapped, host.RMSNorm):
+    """The norm as one kernel in half precision, with ReLU and key scale after it in any. In float32 by itself it is as
+    the host has it, to the bit: the softmax blocks round to bfloat16 next, where another last bit now and then is
+    another number."""
+
+    def forward(self, hidden_states: Tensor, relu: bool = False, scale: float = 1.0) -> Tensor:
+        """(..., C) -> (..., C); with relu through a ReLU and times `scale`."""
+        weight: Tensor | None = self.weight
+        alike = weight is not None and weight.dtype == hidden_states.dtype and self.bias is None
+        if relu and alike and on_triton(hidden_states, self.backend):
+            from .. import triton_layer  # here, since it imports triton
+
+            fused: Tensor = triton_layer.norm_relu(hidden_states, weight, self.eps, scale)
+            return fused
+        if alike and hidden_states.dtype in (torch.bfloat16, torch.float16):
+            out = F.rms_norm(hidden_states, self.dim, weight, self.eps)
+        else:
+            out = super().forward(hidden_states)
+        return F.relu(out) * scale if relu else out
+
+
+class LayerNorm(Swapped, nn.LayerNorm):
+    """A block's norm with the modulation that follows it."""
+
+    def forward(
+        self, x: Tensor, shift: Tensor | None = None, scale: Tensor | None = None, clip: Clip | None = None
+    ) -> Tensor:
+        """x (B, N, C), shift and scale (B, T, C) -> layer_norm(x) · (1 + scale) + shift, 0 in padded frames. Without
+        them the norm alone."""
+        if shift is None or scale is None or clip is None:
+            return super().forward(x)
+        if self.weight is None and on_triton(x, self.backend):
+            from .. import triton_block  # here, since it imports triton
+
+            fused: Tensor = triton_block.modulated_norm(x, shift, scale, clip.mask, self.eps)[0]
+            return fused
+        return modulate(super().forward(x), shift, scale, clip)
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor, clip: Clip) -> Tensor:
+    """Tokens x (B, N, C) by shift and scale (B, T, C) of their frames, 0 in padded ones."""
+    by_frame = x.unflatten(1, (clip.frames, -1)) * (1 + scale.unsqueeze(2)) + shift.unsqueeze(2)
+    return clip.select(by_frame.flatten(1, 2))
+
+
+# --- attention --------------------------------------------------------------------------------------------------
 
 
 class _Attention(Swapped):
@@ -139,15 +178,18 @@ class _Attention(Swapped):
             if convolution is not None:
                 t = convolution(t, clip.frames, clip)
             if name != "v":
-                t = self._features(getattr(self, f"{name}_norm{branch}")(t))
+                scale = (t.shape[-1] // self.heads * (t.shape[1] // clip.frames)) ** -0.5 if name == "k" else 1.0
+                t = self._features(t, getattr(self, f"{name}_norm{branch}"), scale)
             result.append(t.unflatten(-1, (self.heads, -1)))
         return result
 
     def _gates(self, x: Tensor, clip: Clip) -> Any:
         return None
 
-    def _features(self, x: Tensor) -> Tensor:
-        return x
+    def _features(self, x: Tensor, norm: nn.Module, scale: float) -> Tensor:
+        """Normed queries or keys (B, N, C); a feature map takes the scale of keys, 1/√(D·S), with it."""
+        out: Tensor = norm(x)
+        return out
 
     def _main(self, qkv: Sequence[Tensor], gates: Any, rotary_emb: Tensor | None, clip: Clip) -> Tensor:
         raise NotImplementedError
@@ -167,19 +209,22 @@ class BidirectionalGDNUCPESinglePathLiteLA(_Attention, host.BidirectionalGDNUCPE
         decay = torch.exp(-rate * F.softplus(gate.to(wide) + self.dt_bias.to(wide)))
         return self.beta_proj(x).sigmoid(), decay
 
-    def _features(self, x: Tensor) -> Tensor:
-        out: Tensor = self.kernel_func(x)
+    def _features(self, x: Tensor, norm: nn.Module, scale: float) -> Tensor:
+        out: Tensor
+        if isinstance(norm, RMSNorm) and type(self.kernel_func) is nn.ReLU:
+            out = norm(x, relu=True, scale=scale)
+        else:
+            out = self.kernel_func(norm(x)) * scale
         return out
 
     def _main(self, qkv: Sequence[Tensor], gates: Any, rotary_emb: Tensor | None, clip: Clip) -> Tensor:
         q, k, v = qkv
-        k = k * key_scale(k, clip)
         rotation: dict[str, Any] = {}
         if rotary_emb is not None and rotary_emb.numel() == rotary_emb.shape[-1] * q.shape[1]:
             table = rotary_emb.reshape(q.shape[1], -1)
             rotation = {"rotary": (table.real.contiguous(), table.imag.contiguous())}
         elif rotary_emb is not None:  # the caller's own tables, one a sample
-            rotation = {name: rotate(t, rotary_emb) for name, t in (("q_rot", q), ("k_rot", k))}
+            rotation = {name: rotate(t, rotary_emb, self.backend) for name, t in (("q_rot", q), ("k_rot", k))}
         out, _ = bidirectional_gdn(
             q, k, v, *gates, **rotation,
             mask=clip.mask, chunk_frames=clip.chunk_frames, eps=self.attn.eps,
@@ -189,7 +234,6 @@ class BidirectionalGDNUCPESinglePathLiteLA(_Attention, host.BidirectionalGDNUCPE
 
     def _camera(self, qkv: Sequence[Tensor], gates: Any, rays: Sequence[Any], clip: Clip) -> Tensor:
         q, k, v = qkv
-        k = k * key_scale(k, clip)
         beta, decay = gates
         q_ray, k_ray, v_ray, inflation = into_rays((q, k, v), rays, self.backend)
         inflation = inflation.unflatten(1, (clip.frames, -1)).mean(2, keepdim=True)
@@ -216,7 +260,7 @@ class _SoftmaxUCPESinglePathLiteLA(_Attention, host._SoftmaxUCPESinglePathLiteLA
     def _main(self, qkv: Sequence[Tensor], gates: Any, rotary_emb: Tensor | None, clip: Clip) -> Tensor:
         q, k, v = qkv
         if rotary_emb is not None:
-            q, k = rotate(q, rotary_emb), rotate(k, rotary_emb)
+            q, k = (rotate(t, rotary_emb, self.backend) for t in (q, k))
         dtype = HALF if q.dtype == torch.float32 else q.dtype
         q, k, v = (clip.select(t.flatten(2)).view(t.shape).to(dtype) for t in (q, k, v))
         return attend(q, k, v, clip, self.group).flatten(2).to(qkv[2].dtype)
@@ -231,16 +275,17 @@ class _SoftmaxUCPESinglePathLiteLA(_Attention, host._SoftmaxUCPESinglePathLiteLA
         return out_of_rays(out.to(qkv[2].dtype), rays, self.backend)
 
 
-def key_scale(k: Tensor, clip: Clip) -> float:
-    """1/√(D·S) of k (B, N, H, D)"""
-    return float((k.shape[-1] * (k.shape[1] // clip.frames)) ** -0.5)
-
-
-def rotate(x: Tensor, table: Tensor) -> Tensor:
+def rotate(x: Tensor, table: Tensor, backend: str) -> Tensor:
     """Interleaved pairs of x (B, N, H, D) times the complex table (..., N, D/2), in float32 at least, cast back."""
-    even, odd = x.to(accumulation_dtype(x.dtype)).unflatten(-1, (-1, 2)).unbind(-1)
-    table = table.reshape(-1, x.shape[1], 1, table.shape[-1])
+    table = table.reshape(-1, x.shape[1], table.shape[-1])
     cos, sin = table.real, table.imag
+    if not table.requires_grad and on_triton(x, backend):
+        from .. import triton_block  # here, since it imports triton
+
+        fused: Tensor = triton_block.rotary(x, cos, sin, False)
+        return fused
+    even, odd = x.to(accumulation_dtype(x.dtype)).unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(x.dtype)
 
 
@@ -268,10 +313,10 @@ class SanaVideoMSCamCtrlBlock(Swapped, host.SanaVideoMSCamCtrlBlock):
         """x (B, N, C), y (B, 1, L, C), t (B, 1, T, 6 C) -> (B, N, C); arguments as in the host."""
         clip = clip_of(self, x, t.shape[2], frame_valid_mask)
         modulation = self.scale_shift_table + t.reshape(x.shape[0], clip.frames, 6, -1)
-        shift1, scale1, gate1, shift2, scale2, gate2 = modulation.unsqueeze(3).unbind(2)  # (B, T, 1, C) each
+        shift1, scale1, gate1, shift2, scale2, gate2 = modulation.unbind(2)  # (B, T, C) each
 
         x = clip.select(x)
-        h = self._modulate(self.norm1(x), shift1, scale1, clip)
+        h = self._modulated(self.norm1, x, shift1, scale1, clip)
         h = self.attn(
             h,
             HW=THW,
@@ -280,19 +325,32 @@ class SanaVideoMSCamCtrlBlock(Swapped, host.SanaVideoMSCamCtrlBlock):
             frame_valid_mask=clip if isinstance(self.attn, Swapped) else clip.mask,
             ucpe_ray_transforms=ucpe_ray_transforms,
         )
-        x = self._gated(x, gate1, h, clip)
-        if plucker_emb is not None and hasattr(self, "plucker_proj"):
-            x = x + self.plucker_proj(plucker_emb)
-        x = clip.select(x + self.cross_attn(x, y, mask=mask))
-        h = self._modulate(self.norm2(x), shift2, scale2, clip)
+        given = plucker_emb is not None and hasattr(self, "plucker_proj")
+        x = self._add(x, h, clip, gate1, self.plucker_proj(plucker_emb) if given else None)
+        x = self._add(x, self.cross_attn(x, y, mask=mask), clip)
+        h = self._modulated(self.norm2, x, shift2, scale2, clip)
         h = self.mlp(h, HW=THW, clip=clip) if isinstance(self.mlp, Swapped) else self.mlp(h, HW=THW)
-        return self._gated(x, gate2, h, clip)
+        return self._add(x, h, clip, gate2)
 
-    def _modulate(self, x: Tensor, shift: Tensor, scale: Tensor, clip: Clip) -> Tensor:
-        return clip.select((x.unflatten(1, (clip.frames, -1)) * (1 + scale) + shift).flatten(1, 2))
+    def _modulated(self, norm: nn.Module, x: Tensor, shift: Tensor, scale: Tensor, clip: Clip) -> Tensor:
+        if isinstance(norm, LayerNorm):
+            out: Tensor = norm(x, shift, scale, clip)
+            return out
+        return modulate(norm(x), shift, scale, clip)
 
-    def _gated(self, x: Tensor, gate: Tensor, h: Tensor, clip: Clip) -> Tensor:
-        return clip.select(x + (h.unflatten(1, (clip.frames, -1)) * gate).flatten(1, 2))
+    def _add(
+        self, x: Tensor, h: Tensor, clip: Clip, gate: Tensor | None = None, extra: Tensor | None = None
+    ) -> Tensor:
+        """x + gate · h + extra: tokens (B, N, C) but for the gate (B, T, C); 0 in padded frames."""
+        if on_triton(x, self.backend):
+            from .. import triton_block  # here, since it imports triton
+
+            fused: Tensor = triton_block.residual(x, h, gate, extra, clip.mask, clip.frames)
+            return fused
+        if gate is not None:
+            h = (h.unflatten(1, (clip.frames, -1)) * gate.unsqueeze(2)).flatten(1, 2)
+        x = x + h if extra is None else x + h + extra
+        return clip.select(x)
 
 
 class SanaWMPatchEmbed(Swapped, host.SanaWMPatchEmbed):
@@ -390,6 +448,7 @@ REPLACEMENTS: dict[str, type[Swapped]] = {
     for cls in (
         SanaWMTemporalShortConvolution,
         RMSNorm,
+        LayerNorm,
         GLUMBConvTemp,
         SanaWMConvLayer,
         BidirectionalGDNUCPESinglePathLiteLA,
