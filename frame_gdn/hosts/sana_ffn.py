@@ -31,10 +31,10 @@ class Conv2d(Swapped, nn.Conv2d):
 
             fused: Tensor = triton_ffn.glu_conv(pixels, self.weight, self.bias, glu_of == "silu")
             return fused.permute(0, 3, 1, 2)
-        if self.kernel_size != (1, 1):
+        if self.kernel_size != (1, 1) or self.groups > 1:
             return super().forward(input)
         out = F.linear(pixels.flatten(0, 2), self.weight.flatten(1), self.bias)
-        return out.view(*pixels.shape[:-1], -1).permute(0, 3, 1, 2)
+        return out.unflatten(0, pixels.shape[:-1]).permute(0, 3, 1, 2)
 
 
 class SanaWMConvLayer(Swapped, host.SanaWMConvLayer):
