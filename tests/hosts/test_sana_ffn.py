@@ -23,6 +23,12 @@ C, HIDDEN, HW = 16, 20, (3, 2, 4)
 BIASES = {"use_bias": (True, True, False)}
 
 
+@pytest.fixture(autouse=True)
+def whole_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's convolutions would round to TF32, its matrix products not."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 def stock(**options: Any) -> nn.Module:
     torch.manual_seed(0)
     return fill_randomly(host.GLUMBConvTemp(C, HIDDEN, **{**BIASES, **options})).to(DEVICE)
@@ -166,11 +172,15 @@ def values_of_trainable(ffn: nn.Module, x: Tensor) -> dict[str, Tensor]:
 # --- in the model -----------------------------------------------------------------------------------------------
 
 
+def model_and_inputs(mask: Tensor | None = None) -> tuple[nn.Module, dict[str, Any]]:
+    return tiny_model(num_layers=1).to(DEVICE), {n: t.to(DEVICE) for n, t in tiny_inputs(mask=mask).items()}
+
+
 def on_backend(model: nn.Module, backend: str) -> nn.Module:
-    """The feed-forwards on another backend than the rest: what is compared is theirs."""
+    """The feed-forwards on one backend, all else in torch: what is compared is theirs."""
     for name, module in model.named_modules():
-        if ".mlp" in name and hasattr(module, "backend"):
-            module.backend = backend
+        if hasattr(module, "backend"):
+            module.backend = backend if ".mlp" in name else "torch"
     return model
 
 
@@ -179,8 +189,9 @@ def test_the_model_with_fused_feed_forwards_under_masks_and_chunks(
     chunk_frames: int | None, checkpointing: bool, fused: list[Any]
 ) -> None:
     mask = torch.tensor([[1, 0, 1, 1, 1], [1, 1, 1, 1, 0]]).bool()
-    model, inputs = swap(tiny_model(num_layers=1), chunk_frames=chunk_frames), tiny_inputs(mask=mask)
-    plain, gradients = output_and_gradients(model, inputs)
+    model, inputs = model_and_inputs(mask)
+    swap(model, chunk_frames=chunk_frames)
+    plain, gradients = output_and_gradients(on_backend(model, "torch"), inputs)
     if checkpointing:
         model.train().enable_gradient_checkpointing()
     ours, found = output_and_gradients(on_backend(model, "triton"), inputs)
@@ -192,7 +203,7 @@ def test_the_model_with_fused_feed_forwards_under_masks_and_chunks(
 @pytest.mark.parametrize("swap_first", [True, False])
 def test_layerwise_casting_reaches_the_weights_in_use(swap_first: bool, fused: list[Any]) -> None:
     """Swapped after the casting, the convolutions that it holds stay diffusers'."""
-    model, inputs = tiny_model(num_layers=1), tiny_inputs()
+    model, inputs = model_and_inputs()
     plain = copy.deepcopy(model)
     plain.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)
     if swap_first:
@@ -209,11 +220,12 @@ def test_layerwise_casting_reaches_the_weights_in_use(swap_first: bool, fused: l
 
 @pytest.mark.parametrize("offload_type", ["block_level", "leaf_level"])
 def test_group_offload_reaches_the_weights_in_use(offload_type: str, fused: list[Any]) -> None:
-    model, inputs = on_backend(swap(tiny_model(num_layers=1)), "triton"), tiny_inputs()
+    model, inputs = model_and_inputs()
+    on_backend(swap(model), "triton")
     with torch.no_grad():
         expected = model(**inputs).sample
         blocks = 1 if offload_type == "block_level" else None
-        model.enable_group_offload(torch.device("cpu"), offload_type=offload_type, num_blocks_per_group=blocks)
+        model.enable_group_offload(torch.device(DEVICE), offload_type=offload_type, num_blocks_per_group=blocks)
         assert torch.equal(model(**inputs).sample, expected)
     assert len(fused) == 2
 
