@@ -4,7 +4,9 @@ Offers the functions of `torch_kernels` for bfloat16, float16 and float32 tokens
 interpreter). A step is one launch, and no step waits for the device:
 
 - `transitions` reads k and v once and writes each frame's A, U and A°, u°;
-- `scan_states` runs both directions of both states at once, one program a block of state rows, which are independent;
+- `scan_states` runs both directions of both states at once, one program a block of state rows, which are independent.
+  Where those leave most of the GPU idle, the clip is cut into spans of frames, scanned side by side as shards over
+  ranks are: what leaves each span and its transition, from span to span, then each span from what entered it;
 - `project` adds the two directions and multiplies each frame's queries once;
 - the backward is the same three with time turned round; what the forward built is built again.
 
@@ -21,6 +23,7 @@ in float32 and states multiplied as three TF32 products. float32 tokens, and eve
 float32's accuracy throughout, as three TF32 products or in plain float32.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -253,46 +256,77 @@ def _load_square(
 
 
 @triton.jit
+def _times_square(
+    s0, s1, ptr,
+    stride_k: tl.constexpr, stride_n: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr,
+    TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows (s0 | s1) times a (D, D) matrix, each half scaled as the precision asks; s1 is anything where NB is 1."""
+    EXACT: tl.constexpr = PRECISION != "tf32"
+    a00 = _load_square(ptr, 0, 0, stride_k, stride_n, D, BD, TRANSPOSED)
+    x0, size0 = _scaled_rows(s0, EXACT)
+    p0 = tl.dot(x0, a00, input_precision=PRECISION) * size0[:, None]
+    p1 = p0
+    if NB == 2:
+        x1, size1 = _scaled_rows(s1, EXACT)
+        a10 = _load_square(ptr, 1, 0, stride_k, stride_n, D, BD, TRANSPOSED)
+        p0 += tl.dot(x1, a10, input_precision=PRECISION) * size1[:, None]
+        a01 = _load_square(ptr, 0, 1, stride_k, stride_n, D, BD, TRANSPOSED)
+        p1 = tl.dot(x0, a01, input_precision=PRECISION) * size0[:, None]
+        a11 = _load_square(ptr, 1, 1, stride_k, stride_n, D, BD, TRANSPOSED)
+        p1 += tl.dot(x1, a11, input_precision=PRECISION) * size1[:, None]
+    return p0, p1
+
+
+@triton.jit
+def _rows_of(row_block, R, D: tl.constexpr, BR: tl.constexpr):
+    """A block's first row, the row where it has to stop, and whether it is one of the rows from D on."""
+    blocks: tl.constexpr = (D + BR - 1) // BR
+    second = row_block >= blocks
+    first_row = tl.where(second, D + (row_block - blocks) * BR, row_block * BR)
+    return first_row, tl.where(second, R, tl.minimum(R, D)), second
+
+
+@triton.jit
 def _scan_rows(
-    row_block, sequence, direction,
-    A_ptr, U_ptr, gate_ptr, in0_ptr, in1_ptr, states0_ptr, states1_ptr, out0_ptr, out1_ptr,
-    T, A_kind, A_seq, A_frame, first_end, period,
+    first_row, last_row, sequence, edge, first, last, direction, transition,
+    A_ptr, U_ptr, gate_ptr, in0_ptr, in1_ptr, states0_ptr, states1_ptr, out_ptr,
+    T, A_frame, first_end, period,
     R, A_k: tl.constexpr, A_n: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr,
-    GATED: tl.constexpr, TRANSPOSED: tl.constexpr, ADJOINT: tl.constexpr, HAS_U: tl.constexpr,
-    HAS_IN0: tl.constexpr, HAS_IN1: tl.constexpr, HAS_STATES: tl.constexpr, HAS_OUT: tl.constexpr, CUT: tl.constexpr,
+    GATED: tl.constexpr, TRANSPOSED: tl.constexpr, ADJOINT: tl.constexpr,
+    HAS_IN0: tl.constexpr, HAS_IN1: tl.constexpr, HAS_STATES: tl.constexpr, CUT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows of one sequence through all its frames, in one of two directions.
+    """A block of rows of one sequence through its frames from `first` to before `last`, in one of two directions.
 
     Direction 0 is inclusive: S_t = S_{t-1} W_t + U_t upwards, or with ADJOINT G_t = U_t + G_{t+1} W_{t+1} downwards.
     Direction 1 is exclusive: R_t = R_{t+1} W_t + U_t downwards, or with ADJOINT F_{t+1} = U_t + F_t W_t upwards; what
-    is kept of frame t is the state it meets, and a chunk's end cuts. Rows from D on take the second A.
+    is kept of frame t is the state it meets, and a chunk's end cuts. `edge` is where a state enters in in_ptr and
+    leaves in out_ptr. With `transition` the rows are those of I and there is no U: what leaves is the W's product.
     """
-    blocks: tl.constexpr = (D + BR - 1) // BR
-    second = row_block >= blocks
-    rows = tl.where(second, D + (row_block - blocks) * BR, row_block * BR) + tl.arange(0, BR)
-    row_live = rows < tl.where(second, R, tl.minimum(R, D))
-    A_ptr += tl.where(second, 1, 0) * A_kind + sequence * A_seq
+    rows = first_row + tl.arange(0, BR)
+    row_live = rows < last_row
     gate_ptr += sequence * T
     cols = tl.arange(0, BD)
-    edge = sequence * R * D + rows[:, None] * D + cols[None, :]
     tile = rows[:, None] * D + cols[None, :]
     keep0 = row_live[:, None] & (cols < D)[None, :]
     keep1 = row_live[:, None] & (cols + BD < D)[None, :]
 
-    EXACT: tl.constexpr = PRECISION != "tf32"
-    states_ptr, in_ptr, out_ptr = states0_ptr, in0_ptr, out0_ptr
+    states_ptr, in_ptr = states0_ptr, in0_ptr
     if direction == 1:
-        states_ptr, in_ptr, out_ptr = states1_ptr, in1_ptr, out1_ptr
+        states_ptr, in_ptr = states1_ptr, in1_ptr
+    has_u = transition == 0
     has_in = (HAS_IN0 and direction == 0) or (HAS_IN1 and direction == 1)
-    s0 = tl.load(in_ptr + edge, mask=keep0 & has_in, other=0.0)
+    s0 = tl.load(in_ptr + edge + tile, mask=keep0 & has_in, other=0.0)
+    s0 = tl.where(transition & (rows[:, None] == cols[None, :]), 1.0, s0)
     s1 = s0
     if NB == 2:
-        s1 = tl.load(in_ptr + edge + BD, mask=keep1 & has_in, other=0.0)
+        s1 = tl.load(in_ptr + edge + tile + BD, mask=keep1 & has_in, other=0.0)
+        s1 = tl.where(transition & (rows[:, None] == cols[None, :] + BD), 1.0, s1)
 
     down = (direction == 1) != ADJOINT
     step = tl.where(down, -1, 1)
-    t = tl.where(down, T - 1, 0)
+    t = tl.where(down, last - 1, first)
     add_first = ADJOINT and direction == 0
     if direction == 1:
         if CUT and not ADJOINT:  # noqa: SIM102
@@ -305,30 +339,17 @@ def _scan_rows(
             if NB == 2:
                 tl.store(slot + BD, s1, mask=keep1)
 
-    for _ in tl.range(0, T, num_stages=STAGES):
-        A_frame_ptr = A_ptr + t.to(tl.int64) * A_frame
-        a00 = _load_square(A_frame_ptr, 0, 0, A_k, A_n, D, BD, TRANSPOSED)
-        u0 = tl.zeros((BR, BD), dtype=tl.float32)
+    for _ in tl.range(first, last, num_stages=STAGES):
+        U_tile = U_ptr + (sequence * T + t) * R * D + tile
+        u0 = tl.load(U_tile, mask=keep0 & has_u, other=0.0)
         u1 = u0
-        if HAS_U:
-            U_tile = U_ptr + (sequence * T + t) * R * D + tile
-            u0 = tl.load(U_tile, mask=keep0, other=0.0)
-            if NB == 2:
-                u1 = tl.load(U_tile + BD, mask=keep1, other=0.0)
+        if NB == 2:
+            u1 = tl.load(U_tile + BD, mask=keep1 & has_u, other=0.0)
         if ADJOINT:
             s0 = tl.where(add_first, s0 + u0, s0)
             s1 = tl.where(add_first, s1 + u1, s1)
-        x0, size0 = _scaled_rows(s0, EXACT)
-        p0 = tl.dot(x0, a00, input_precision=PRECISION) * size0[:, None]
-        p1 = p0
-        if NB == 2:
-            x1, size1 = _scaled_rows(s1, EXACT)
-            a10 = _load_square(A_frame_ptr, 1, 0, A_k, A_n, D, BD, TRANSPOSED)
-            p0 += tl.dot(x1, a10, input_precision=PRECISION) * size1[:, None]
-            a01 = _load_square(A_frame_ptr, 0, 1, A_k, A_n, D, BD, TRANSPOSED)
-            p1 = tl.dot(x0, a01, input_precision=PRECISION) * size0[:, None]
-            a11 = _load_square(A_frame_ptr, 1, 1, A_k, A_n, D, BD, TRANSPOSED)
-            p1 += tl.dot(x1, a11, input_precision=PRECISION) * size1[:, None]
+        A_frame_ptr = A_ptr + t.to(tl.int64) * A_frame
+        p0, p1 = _times_square(s0, s1, A_frame_ptr, A_k, A_n, D, BD, NB, TRANSPOSED, PRECISION)
         if GATED:
             gate = tl.load(gate_ptr + t)
             p0 = gate * (s0 - p0)
@@ -351,61 +372,170 @@ def _scan_rows(
         if HAS_STATES:
             if not add_first:
                 kept0, kept1 = s0, s1
-            inside = (slot_t >= 0) & (slot_t < T)
+            inside = (slot_t >= first) & (slot_t < last)
             slot = states_ptr + (sequence * T + slot_t) * R * D + tile
             tl.store(slot, kept0, mask=keep0 & inside)
             if NB == 2:
                 tl.store(slot + BD, kept1, mask=keep1 & inside)
         t += step
 
-    if HAS_OUT:
-        tl.store(out_ptr + edge, s0, mask=keep0)
-        if NB == 2:
-            tl.store(out_ptr + edge + BD, s1, mask=keep1)
+    tl.store(out_ptr + edge + tile, s0, mask=keep0)
+    if NB == 2:
+        tl.store(out_ptr + edge + tile + BD, s1, mask=keep1)
 
 
 @triton.jit
 def _scan_kernel(
-    A_ptr, U_ptr, gate_ptr, in0_ptr, in1_ptr, states0_ptr, states1_ptr, out0_ptr, out1_ptr,
-    T, A_kind, A_seq, A_frame, first_end, period, R,
-    D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr, ADJOINT: tl.constexpr, HAS_U: tl.constexpr,
-    HAS_IN0: tl.constexpr, HAS_IN1: tl.constexpr, HAS_STATES: tl.constexpr, CUT: tl.constexpr,
+    A_ptr, U_ptr, gate_ptr, in0_ptr, in1_ptr, states0_ptr, states1_ptr, out0_ptr, out1_ptr, M_ptr,
+    T, spans, length, A_kind, A_seq, A_frame, first_end, period, R,
+    D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr, ADJOINT: tl.constexpr,
+    HAS_IN0: tl.constexpr, HAS_IN1: tl.constexpr, HAS_STATES: tl.constexpr, KINDS: tl.constexpr, CUT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Both directions of both states, by W = g (I - A), A symmetric."""
+    """Both directions of both states, by W = g (I - A), A symmetric, over spans of `length` frames side by side.
+
+    Before them, KINDS of A's transitions of each span: the product of its W in the order that direction 0 meets them.
+    """
+    row_block, direction = tl.program_id(0), tl.program_id(2) - KINDS
+    edge = tl.program_id(1).to(tl.int64)
+    sequence = edge // spans
+    first = (tl.program_id(1) % spans) * length
+    last = tl.minimum(T, first + length)
+    first_row, last_row, second = _rows_of(row_block, R, D, BR)
+    edge = edge * R * D
+    out_ptr = out0_ptr
+    if direction == 1:
+        out_ptr = out1_ptr
+    transition = False
+    if KINDS > 0:
+        transition = direction < 0
+        if transition:
+            last = tl.where(second, first, last)  # no such rows
+            last_row = tl.where(second, 0, last_row)
+            second = direction == -1 if KINDS == 2 else second
+            edge = (tl.program_id(1).to(tl.int64) * KINDS + direction + KINDS) * D * D
+            out_ptr = M_ptr
+            direction = 0
     _scan_rows(
-        tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2),
-        A_ptr, U_ptr, gate_ptr, in0_ptr, in1_ptr, states0_ptr, states1_ptr, out0_ptr, out1_ptr,
-        T, A_kind, A_seq, A_frame, first_end, period, R, 1, D, D, BD, NB, BR,
-        True, True, ADJOINT, HAS_U, HAS_IN0, HAS_IN1, HAS_STATES, True, CUT, PRECISION, STAGES,
+        first_row, last_row, sequence, edge, first, last, direction, transition,
+        A_ptr + tl.where(second, 1, 0) * A_kind + sequence * A_seq,
+        U_ptr, gate_ptr, in0_ptr, in1_ptr, states0_ptr, states1_ptr, out_ptr,
+        T, A_frame, first_end, period, R, 1, D, D, BD, NB, BR,
+        True, True, ADJOINT, HAS_IN0, HAS_IN1, HAS_STATES, CUT, PRECISION, STAGES,
     )  # fmt: skip
 
 
 @triton.jit
 def _chains_kernel(
-    A0_ptr, A1_ptr, B0_ptr, B1_ptr, in0_ptr, in1_ptr, states0_ptr, states1_ptr, out0_ptr, out1_ptr,
-    T, A0_seq, A0_frame, A1_seq, A1_frame, R0, R1,
+    A0_ptr, A1_ptr, B0_ptr, B1_ptr, in_ptr, states0_ptr, states1_ptr, out_ptr, M_ptr,
+    T, spans, length, A0_seq, A0_frame, A1_seq, A1_frame, R1,
     A0_k: tl.constexpr, A0_n: tl.constexpr, A1_k: tl.constexpr, A1_n: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr, ADJOINT: tl.constexpr,
-    HAS_IN0: tl.constexpr, HAS_IN1: tl.constexpr, HAS_STATES: tl.constexpr,
+    HAS_IN: tl.constexpr, HAS_STATES: tl.constexpr, KINDS: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Two chains X_t = X_{t-1} A_t + B_t of R0 and R1 rows, any A, side by side: chain 0's blocks come first."""
-    row_block, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    blocks = tl.cdiv(R0, BR)
-    if row_block < blocks:
+    """Two chains X_t = X_{t-1} A_t + B_t of D and R1 rows, any A, side by side, in spans as those of `_scan_kernel`.
+
+    What enters and leaves holds both chains' rows, chain 0's first.
+    """
+    row_block, part = tl.program_id(0), tl.program_id(2) - KINDS
+    edge = tl.program_id(1).to(tl.int64)
+    sequence = edge // spans
+    first = (tl.program_id(1) % spans) * length
+    last = tl.minimum(T, first + length)
+    first_row, last_row, second = _rows_of(row_block, D + R1, D, BR)
+    edge = edge * (D + R1) * D
+    transition = False
+    if KINDS > 0:
+        transition = part < 0
+        if transition:
+            last = tl.where(second, first, last)  # no such rows
+            last_row = tl.where(second, 0, last_row)
+            second = part == -1
+            edge = (tl.program_id(1).to(tl.int64) * KINDS + part + KINDS) * D * D
+            out_ptr = M_ptr
+    if second:
+        start = tl.where(transition, 0, D)  # chain 1's rows count from 0 in its own tensors
         _scan_rows(
-            row_block, sequence, 0,
-            A0_ptr, B0_ptr, B0_ptr, in0_ptr, in0_ptr, states0_ptr, states0_ptr, out0_ptr, out0_ptr,
-            T, 0, A0_seq, A0_frame, 0, 1, R0, A0_k, A0_n, D, BD, NB, BR,
-            False, A0_k == 1, ADJOINT, True, HAS_IN0, False, HAS_STATES, True, False, PRECISION, STAGES,
+            first_row - start, last_row - start, sequence, edge + start * D, first, last, 0, transition,
+            A1_ptr + sequence * A1_seq, B1_ptr, B1_ptr, in_ptr, in_ptr, states1_ptr, states1_ptr, out_ptr,
+            T, A1_frame, 0, 1, R1, A1_k, A1_n, D, BD, NB, BR,
+            False, A1_k == 1, ADJOINT, HAS_IN, False, HAS_STATES, False, PRECISION, STAGES,
         )  # fmt: skip
     else:
         _scan_rows(
-            row_block - blocks, sequence, 0,
-            A1_ptr, B1_ptr, B1_ptr, in1_ptr, in1_ptr, states1_ptr, states1_ptr, out1_ptr, out1_ptr,
-            T, 0, A1_seq, A1_frame, 0, 1, R1, A1_k, A1_n, D, BD, NB, BR,
-            False, A1_k == 1, ADJOINT, True, HAS_IN1, False, HAS_STATES, True, False, PRECISION, STAGES,
+            first_row, last_row, sequence, edge, first, last, 0, transition,
+            A0_ptr + sequence * A0_seq, B0_ptr, B0_ptr, in_ptr, in_ptr, states0_ptr, states0_ptr, out_ptr,
+            T, A0_frame, 0, 1, D, A0_k, A0_n, D, BD, NB, BR,
+            False, A0_k == 1, ADJOINT, HAS_IN, False, HAS_STATES, False, PRECISION, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _compose_rows(
+    row_block, sequence, M_ptr, h_ptr, in_ptr, into_ptr, out_ptr,
+    T, spans, length, M_kind, M_span, first_end, period, R,
+    D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr,
+    DOWN: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_IN: tl.constexpr, CUT: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A block of rows of one sequence from span to span, X -> X M + h, or Mᵀ where TRANSPOSED: what enters each."""
+    first_row, last_row, second = _rows_of(row_block, R, D, BR)
+    rows = first_row + tl.arange(0, BR)
+    cols = tl.arange(0, BD)
+    tile = rows[:, None] * D + cols[None, :]
+    keep0 = (rows < last_row)[:, None] & (cols < D)[None, :]
+    keep1 = (rows < last_row)[:, None] & (cols + BD < D)[None, :]
+    M_ptr += sequence * spans * M_span + tl.where(second, 1, 0) * M_kind
+    edge = sequence * R * D + tile
+    s0 = tl.load(in_ptr + edge, mask=keep0 & HAS_IN, other=0.0)
+    s1 = s0
+    if NB == 2:
+        s1 = tl.load(in_ptr + edge + BD, mask=keep1 & HAS_IN, other=0.0)
+    for i in tl.range(0, spans, num_stages=STAGES):
+        span = spans - 1 - i if DOWN else i
+        slot = (sequence * spans + span) * R * D + tile
+        tl.store(into_ptr + slot, s0, mask=keep0)
+        h0 = tl.load(h_ptr + slot, mask=keep0, other=0.0)
+        h1 = h0
+        if NB == 2:
+            tl.store(into_ptr + slot + BD, s1, mask=keep1)
+            h1 = tl.load(h_ptr + slot + BD, mask=keep1, other=0.0)
+        k, n = (1, D) if TRANSPOSED else (D, 1)
+        s0, s1 = _times_square(s0, s1, M_ptr + span * M_span, k, n, D, BD, NB, TRANSPOSED, PRECISION)
+        if CUT:
+            # Nothing passes a span that holds a chunk's end; (t + period - 1 - first_end) // period are before t.
+            before = (span * length + period - 1 - first_end) // period
+            after = (tl.minimum(T, (span + 1) * length) + period - 1 - first_end) // period
+            s0 = tl.where(after == before, s0, 0.0)
+            s1 = tl.where(after == before, s1, 0.0)
+        s0 += h0
+        s1 += h1
+    tl.store(out_ptr + edge, s0, mask=keep0)
+    if NB == 2:
+        tl.store(out_ptr + edge + BD, s1, mask=keep1)
+
+
+@triton.jit
+def _compose_kernel(
+    M_ptr, h0_ptr, h1_ptr, in0_ptr, in1_ptr, into0_ptr, into1_ptr, out0_ptr, out1_ptr,
+    T, spans, length, M_kind, M_span, first_end, period, R,
+    D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr, ADJOINT: tl.constexpr,
+    HAS_IN0: tl.constexpr, HAS_IN1: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The states that enter the spans of `_scan_kernel` in both directions, or of `_chains_kernel` in its one."""
+    row_block, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if tl.program_id(2) == 0:
+        _compose_rows(
+            row_block, sequence, M_ptr, h0_ptr, in0_ptr, into0_ptr, out0_ptr,
+            T, spans, length, M_kind, M_span, first_end, period, R, D, BD, NB, BR,
+            ADJOINT, False, HAS_IN0, False, PRECISION, STAGES,
+        )  # fmt: skip
+    else:
+        _compose_rows(
+            row_block, sequence, M_ptr, h1_ptr, in1_ptr, into1_ptr, out1_ptr,
+            T, spans, length, M_kind, M_span, first_end, period, R, D, BD, NB, BR,
+            not ADJOINT, True, HAS_IN1, CUT, PRECISION, STAGES,
         )  # fmt: skip
 
 
@@ -878,6 +1008,10 @@ _TILES: dict[Any, list[dict[str, int]]] = {
         {"BR": 16, "STAGES": 2, "num_warps": 8},
         {"BR": 16, "STAGES": 1, "num_warps": 8},
     ],
+    (_compose_kernel, "tf32x3"): [
+        {"BR": 16, "STAGES": 2, "num_warps": 8},
+        {"BR": 16, "STAGES": 1, "num_warps": 8},
+    ],
     (_project_kernel, "tf32"): [
         {"BN": 64, "STAGES": 1, "num_warps": 8, "maxnreg": 128},
         {"BN": 16, "STAGES": 1, "num_warps": 4},
@@ -1041,11 +1175,71 @@ def _states(x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     return S, z.squeeze(-2)
 
 
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors the device has; one in the interpreter, where nothing runs side by side."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def _best_span(T: int, programs: int, transitions: int, multiprocessors: int) -> int:
+    """The length of the spans that should take a scan of T frames the least time.
+
+    A step takes the same time, its latency, until more than about 2.5 programs share a multiprocessor. One span takes
+    T steps with `programs`. More take three passes: what leaves each span from zero, and its transition, which
+    `transitions` programs more a span find; from span to span, in steps that multiply in float32 and cost about 1.7;
+    and the scan of each span. Two launches more cost about four steps.
+    """
+
+    def load(count: int) -> float:
+        return max(1.0, count / (2.5 * multiprocessors))
+
+    best, least = T, T * load(programs)
+    spans = 2
+    while spans <= T:
+        length = _cdiv(T, spans)
+        n = _cdiv(T, length)
+        passes = length * (load(n * (programs + transitions)) + load(n * programs)) + 1.7 * n * load(programs) + 4
+        if passes < least:
+            best, least = length, passes
+        spans *= 2
+    return best
+
+
+def _compose(
+    M: Tensor, h: Sequence[Tensor], initial: Sequence[Tensor | None], T: int, length: int,
+    chunks: tuple[bool, int, int], adjoint: bool,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """The states that enter each span, (B, H, spans, R, D) a direction, and what leaves the last, (B, H, R, D).
+
+    M (B, H, spans, kinds, D, D) are the spans' transitions in the order of direction 0, h what leaves them from zero.
+    """
+    B, H, spans, R, D = h[0].shape
+    BD, NB = _blocks(D)
+    cut, first, period = chunks
+    into = [torch.empty_like(x) for x in h]
+    out = [x.new_empty(B, H, R, D) for x in h]
+    in0, in1 = (*initial, None)[:2]
+    _launch(
+        _compose_kernel, lambda tile: (_cdiv(D, tile["BR"]) + _cdiv(R - D, tile["BR"]), B * H, len(h)),
+        (M, h[0], h[-1], M if in0 is None else in0, M if in1 is None else in1, into[0], into[-1], out[0], out[-1]),
+        (T, spans, length, D * D if M.shape[3] > 1 else 0, M.stride(2), first, period, R),
+        {"D": D, "BD": BD, "NB": NB, "ADJOINT": adjoint, "HAS_IN0": in0 is not None, "HAS_IN1": in1 is not None,
+         "CUT": cut, "PRECISION": "tf32x3"},
+    )  # fmt: skip
+    return into, out
+
+
 @dataclass(frozen=True)
 class TritonSteps:
-    """The steps of `torch_kernels`, by the kernels above. `exact`: float32's accuracy whatever the tokens' dtype."""
+    """The steps of `torch_kernels`, by the kernels above.
+
+    exact: float32's accuracy whatever the tokens' dtype.
+    spans: into how many spans of frames, side by side, a scan is cut; None leaves it to `_best_span`.
+    """
 
     exact: bool = False
+    spans: int | None = None
 
     def _precision(self, dtype: torch.dtype) -> str:
         return "tf32x3" if self.exact or dtype == torch.float32 else "tf32"
@@ -1089,48 +1283,75 @@ class TritonSteps:
         *, reverse: bool, adjoint: bool, keep: bool,
     ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
         """Both directions' states (B, H, T, R, D) where kept, and what leaves (B, H, R, D)."""
+        B, H, T, R, D = U.shape
+        both = 2 if reverse else 1
+        if U.numel() == 0:
+            states, out = [U] * both, [U.new_zeros(B, H, R, D) if x is None else x for x in entering[:both]]
+        else:
+            length = self._span_length(T, B * H, D, R - D, both, tr.A.shape[0], U.device)
+            spans = _cdiv(T, length)
+            came: Sequence[Tensor | None] = entering
+            states = [U] * both
+            if spans > 1:
+                _, h, M = self._scan_spans(tr, U, (), ends, both, adjoint, length, tr.A.shape[0], keep=False)
+                came, out = _compose(M, h, entering, T, length, _chunks(ends), adjoint)
+            if keep or spans == 1:
+                states, edges, _ = self._scan_spans(tr, U, came, ends, both, adjoint, length, 0, keep=keep)
+                last = (0, -1) if adjoint else (-1, 0)
+                out = [x[:, :, span] for x, span in zip(edges, last, strict=False)]
+        S, R_ = (*states, None)[:2] if keep else (None, None)
+        return S, R_, out[0], out[1] if reverse else None
+
+    def _scan_spans(
+        self, tr: Transitions, U: Tensor, entering: Sequence[Tensor | None], ends: Sequence[bool], directions: int,
+        adjoint: bool, length: int, kinds: int, *, keep: bool,
+    ) -> tuple[list[Tensor], list[Tensor], Tensor]:  # fmt: skip
+        """Spans of `length` frames side by side: the states (B, H, T, R, D) of each direction where kept, what leaves
+        each span (B, H, spans, R, D), and of the first `kinds` of A its transition (B, H, spans, kinds, D, D).
+
+        What enters is one state a span, (B, H, spans, R, D), which for a single span is (B, H, R, D).
+        """
         A = tr.A
         B, H, T, R, D = U.shape
         BD, NB = _blocks(D)
-        directions = 2 if reverse else 1
-        states = [U.new_empty(B, H, T, R, D) if keep else U for _ in range(directions)]
-        out = [U.new_empty(B, H, R, D) for _ in range(directions)]
+        spans = _cdiv(T, length)
+        states = [torch.empty_like(U) if keep else U for _ in range(directions)]
+        out = [U.new_empty(B, H, spans, R, D) for _ in range(directions)]
+        M = U.new_empty(B, H, spans, kinds, D, D)
         cut, first, period = _chunks(ends)
-        in0, in1 = entering
-        if U.numel():
-            _launch(
-                _scan_kernel,
-                lambda tile: (_cdiv(D, tile["BR"]) + _cdiv(R - D, tile["BR"]), B * H, directions),
-                (A, U, tr.gate, U if in0 is None else in0, U if in1 is None else in1,
-                 states[0], states[-1], out[0], out[-1]),
-                (T, A.stride(0) if A.shape[0] > 1 else 0, T * D * D, D * D, first, period, R),
-                {"D": D, "BD": BD, "NB": NB, "ADJOINT": adjoint, "HAS_U": True, "HAS_IN0": in0 is not None,
-                 "HAS_IN1": in1 is not None, "HAS_STATES": keep, "CUT": cut and reverse, "PRECISION": tr.precision},
-            )  # fmt: skip
-        else:
-            out = [U.new_zeros(B, H, R, D) if x is None else x for x in (in0, in1)[:directions]]
-        both = directions == 2
-        return states[0] if keep else None, states[1] if keep and both else None, out[0], out[1] if both else None
+        in0, in1 = (*entering, None, None)[:2]
+        _launch(
+            _scan_kernel,
+            lambda tile: (_cdiv(D, tile["BR"]) + _cdiv(R - D, tile["BR"]), B * H * spans, kinds + directions),
+            (A, U, tr.gate, U if in0 is None else in0, U if in1 is None else in1,
+             *(x for xs in (states or [U], out or [U]) for x in (xs[0], xs[-1])), M),
+            (T, spans, length, A.stride(0) if A.shape[0] > 1 else 0, T * D * D, D * D, first, period, R),
+            {"D": D, "BD": BD, "NB": NB, "ADJOINT": adjoint, "HAS_IN0": in0 is not None, "HAS_IN1": in1 is not None,
+             "HAS_STATES": keep, "KINDS": kinds, "CUT": cut and directions == 2, "PRECISION": tr.precision},
+        )  # fmt: skip
+        return states, out, M
+
+    def _span_length(
+        self, T: int, BH: int, D: int, more: int, directions: int, kinds: int, device: torch.device
+    ) -> int:
+        """How many frames a scan takes one after the other; the rest of T runs beside them. See `_best_span`."""
+        if self.spans is not None:
+            return max(_cdiv(T, self.spans), 1)
+        rows = _cdiv(D, 32) + _cdiv(more, 32)
+        return _best_span(T, BH * directions * rows, BH * kinds * _cdiv(D, 32), _multiprocessors(device))
 
     def shard_transitions(self, tr: Transitions) -> list[Tensor]:
-        """W_first ... W_last of the numerator and of the denominator: D more rows that start at I, with no input."""
+        """W_first ... W_last of the numerator and of the denominator, (B, H, D, D) each."""
         kinds, B, H, T, D, _ = tr.A.shape
         normalize = tr.U.shape[-2] > D
-        BD, NB = _blocks(D)
-        eye = torch.eye(D, dtype=torch.float32, device=tr.A.device)
-        eye = eye.expand(B, H, kinds, D, D).reshape(B, H, kinds * D, D).contiguous()
-        if T == 0 or eye.numel() == 0:
-            M = eye
+        if tr.A.numel() == 0:
+            M = torch.eye(D, dtype=torch.float32, device=tr.A.device).expand(B, H, kinds, D, D)
         else:
-            M = torch.empty_like(eye)
-            _launch(
-                _scan_kernel, lambda tile: (kinds * _cdiv(D, tile["BR"]), B * H, 1),
-                (tr.A, M, tr.gate, eye, eye, M, M, M, M),
-                (T, tr.A.stride(0) if kinds > 1 else 0, T * D * D, D * D, 0, 1, kinds * D),
-                {"D": D, "BD": BD, "NB": NB, "ADJOINT": False, "HAS_U": False, "HAS_IN0": True, "HAS_IN1": False,
-                 "HAS_STATES": False, "CUT": False, "PRECISION": tr.precision},
-            )  # fmt: skip
-        found = list(M.unflatten(2, (kinds, D)).unbind(2))
+            length = self._span_length(T, B * H, D, 0, 0, kinds, tr.A.device)
+            M = torch_kernels.product(
+                self._scan_spans(tr, tr.U, (), (), 0, False, length, kinds, keep=False)[2].transpose(2, 3)
+            )
+        found = [m.contiguous() for m in M.unbind(2)]
         return found + found if normalize and kinds == 1 else found
 
     def scan_states(
@@ -1299,31 +1520,59 @@ class TritonSteps:
         dv = self._met_by(k, k_rot, x.beta, "beta", x, G, F if reverse else None, R > D, 0.0)
         return dk, dv, dbeta, ddecay, dk_rot if rotary == "given" else None
 
-    # the primitive's two chains: X_t = X_{t-1} A_t + B_t with any A (BH, T, D, D), B (BH, T, R, D), R <= D
+    # the primitive's two chains: X_t = X_{t-1} A_t + B_t with any A (BH, T, D, D), B (BH, T, R, D), R = D and R = 1
 
     def _chains(
         self, A: Sequence[Tensor], B: Sequence[Tensor], initial: Sequence[Tensor | None], *, adjoint: bool, keep: bool
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Every state of both, and their last ones; the adjoint runs downwards with Aᵀ."""
-        (A0, A1), (B0, B1) = A, (b.contiguous() for b in B)
-        BH, T, _, D = B0.shape
-        R0, R1 = B0.shape[2], B1.shape[2]
-        in0, in1 = (None if x is None else x.contiguous() for x in initial)
-        last = [B0.new_empty(BH, R0, D), B1.new_empty(BH, R1, D)]
-        states = [torch.empty_like(b) if keep else b for b in (B0, B1)]
-        if T == 0 or B0.numel() == 0:
-            return states, [torch.zeros_like(end) if x is None else x for x, end in zip(initial, last, strict=True)]
+        B = [b.contiguous() for b in B]
+        BH, T, D, _ = B[0].shape
+        rows = [D, B[1].shape[2]]
+        if B[0].numel() == 0:
+            ends = [b.new_zeros(BH, r, D) if x is None else x for x, b, r in zip(initial, B, rows, strict=True)]
+            return B, ends
+        came = None
+        if any(x is not None for x in initial):
+            came = torch.cat(
+                [B[0].new_zeros(BH, r, D) if x is None else x for x, r in zip(initial, rows, strict=True)], 1
+            )
+        length = self._span_length(T, BH, D, rows[1], 1, 2, B[0].device)
+        states = B
+        if length < T:
+            _, h, M = self._chains_spans(A, B, None, adjoint, length, 2, keep=False)
+            into, ends = _compose(M[:, None], [h[:, None]], [came], T, length, (False, 0, 1), adjoint)
+            came, out = into[0], ends[0].squeeze(1)
+        if keep or length >= T:
+            states, last, _ = self._chains_spans(A, B, came, adjoint, length, 0, keep=keep)
+            out = last[:, 0 if adjoint else -1]
+        return states, list(out.split(rows, 1))
+
+    def _chains_spans(
+        self, A: Sequence[Tensor], B: Sequence[Tensor], entering: Tensor | None, adjoint: bool, length: int,
+        kinds: int, *, keep: bool,
+    ) -> tuple[list[Tensor], Tensor, Tensor]:  # fmt: skip
+        """As `_scan_spans`: the states of each chain where kept, what leaves each span (BH, spans, D + R1, D), and the
+        transition of both chains or of none (BH, spans, kinds, D, D)."""
+        A0, A1 = A
+        BH, T, D, _ = B[0].shape
+        R1 = B[1].shape[2]
         BD, NB = _blocks(D)
+        spans = _cdiv(T, length)
+        states = [torch.empty_like(b) if keep else b for b in B]
+        out = B[0].new_empty(BH, spans, D + R1, D)
+        M = B[0].new_empty(BH, spans, kinds, D, D)
         rows, cols = (3, 2) if adjoint else (2, 3)
         _launch(
-            _chains_kernel, lambda tile: (_cdiv(R0, tile["BR"]) + _cdiv(R1, tile["BR"]), BH, 1),
-            (A0, A1, B0, B1, B0 if in0 is None else in0, B1 if in1 is None else in1, *states, *last),
-            (T, A0.stride(0), A0.stride(1), A1.stride(0), A1.stride(1), R0, R1),
+            _chains_kernel,
+            lambda tile: (_cdiv(D, tile["BR"]) + _cdiv(R1, tile["BR"]), BH * spans, kinds + 1),
+            (A0, A1, *B, out if entering is None else entering, *states, out, M),
+            (T, spans, length, A0.stride(0), A0.stride(1), A1.stride(0), A1.stride(1), R1),
             {"A0_k": A0.stride(rows), "A0_n": A0.stride(cols), "A1_k": A1.stride(rows), "A1_n": A1.stride(cols),
-             "D": D, "BD": BD, "NB": NB, "ADJOINT": adjoint, "HAS_IN0": in0 is not None, "HAS_IN1": in1 is not None,
-             "HAS_STATES": keep, "PRECISION": self._precision(B0.dtype)},
+             "D": D, "BD": BD, "NB": NB, "ADJOINT": adjoint, "HAS_IN": entering is not None, "HAS_STATES": keep,
+             "KINDS": kinds, "PRECISION": self._precision(B[0].dtype)},
         )  # fmt: skip
-        return states, last
+        return states, out, M
 
     def scans(self, A: Sequence[Tensor], B: Sequence[Tensor], initial: Sequence[Tensor | None]) -> list[Tensor]:
         return self._chains(A, B, initial, adjoint=False, keep=True)[0]

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from frame_gdn import cp_frame_gdn_scan
+from frame_gdn import cp_frame_gdn_scan, gdn, primitive
 from frame_gdn.gdn import GDNState, bidirectional_gdn
 from frame_gdn.naive import naive_bidirectional_gdn, naive_frame_scan
-from frame_gdn.torch_kernels import apply_rotary
+from frame_gdn.torch_kernels import Edges, apply_rotary
 
 from .helpers import relative_error
 
-pytest.importorskip("triton")
+triton_kernels = pytest.importorskip("frame_gdn.triton_kernels", exc_type=ImportError)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: What float32 sums in another order may differ by; and twice what rounding to 16 bits does to one tensor.
@@ -170,10 +170,8 @@ def test_two_calls_are_equal_to_the_bit():
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 16), (2, 3, 24), (1, 2, 136)])
-@pytest.mark.parametrize("initial", [False, True])
-def test_the_primitive_and_its_gradients(shape, initial):
-    BH, T, D = shape
+def check_the_primitive(BH, T, D, initial, bound=FLOAT32):
+    """States and every gradient of `cp_frame_gdn_scan` on Triton against the loop in float64, W not symmetric."""
 
     def random(*size: int) -> Tensor:
         return torch.randn(*size, device=DEVICE, dtype=torch.float64)
@@ -186,11 +184,84 @@ def test_the_primitive_and_its_gradients(shape, initial):
     found = cp_frame_gdn_scan(*ours[:4], initial_state=tuple(ours[4:]) or None, backend="triton")
     for x, y in zip(found, expected, strict=True):
         direction = torch.randn_like(y)
-        assert relative_error(x, y) <= FLOAT32
+        assert relative_error(x, y) <= bound
         (x.double() * direction).sum().backward(retain_graph=True)
         (y * direction).sum().backward(retain_graph=True)
     for x, y in zip(ours, exact, strict=True):
-        assert relative_error(x.grad, y.grad) <= FLOAT32
+        assert relative_error(x.grad, y.grad) <= bound
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 16), (2, 3, 24), (1, 2, 136)])
+@pytest.mark.parametrize("initial", [False, True])
+def test_the_primitive_and_its_gradients(shape, initial):
+    check_the_primitive(*shape, initial)
+
+
+# --- spans of frames side by side -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_spans(monkeypatch):
+    """Cuts every scan into a given number of spans."""
+
+    def cut(spans):
+        for module in (gdn, primitive):
+            monkeypatch.setattr(module, "pick_backend", lambda *_: triton_kernels.TritonSteps(spans=spans))
+
+    return cut
+
+
+@pytest.mark.parametrize(
+    ("spans", "options"),
+    [
+        (2, {"rotary": "none"}),
+        (3, {"masked": True, "state": True}),
+        (5, {"B": 2, "rotary": "tables", "state": True, "chunk_frames": 3}),
+        (3, {"rotary": "none", "masked": True, "chunk_frames": 4}),
+        (2, {"state": True, "chunk_frames": 1}),
+        (5, {"H": 2, "state": True, "normalize": False}),
+        (2, {"T": 3, "D": 136, "rotary": "none"}),
+    ],
+)
+def test_spans_side_by_side_equal_the_loop(in_spans, spans, options):
+    in_spans(spans)
+    check_against_the_loop(**{"T": 7, "S": 2, "H": 1, "D": 16, **options})
+
+
+def test_spans_keep_a_state_that_lives_a_hundred_frames():
+    """In 16-bit products too: through the spans' transitions a state comes as exactly as frame after frame."""
+    T, D = 100, 16
+    A = 0.02 * torch.rand(1, 1, 1, T, D, D, dtype=torch.float64, device=DEVICE) / D
+    A = (A + A.mT).half()
+    U = torch.zeros(1, 1, T, D, D, device=DEVICE)
+    U[:, :, 0].normal_()
+    gate = 1 - 0.001 * torch.rand(1, 1, T, device=DEVICE)
+    eye = torch.eye(D, device=DEVICE)
+    expected = U[:, :, 0].double()
+    for t in range(1, T):
+        expected = expected @ (gate[..., t].double() * (eye - A[0, :, :, t].double()))
+    errors = {}
+    for spans in (1, 9):
+        steps = triton_kernels.TritonSteps(spans=spans)
+        tr = triton_kernels.Transitions(A, U, gate, "tf32")
+        states, _ = steps.scan_states(tr, Edges(None, None, None, None), [False] * T, reverse=False)
+        errors[spans] = relative_error(states.S[:, :, -1], expected)
+    assert errors[9] <= 1.2 * errors[1], errors
+
+
+@pytest.mark.parametrize("spans", [2, 5])
+@pytest.mark.parametrize("initial", [False, True])
+def test_the_primitive_in_spans(in_spans, spans, initial):
+    in_spans(spans)
+    check_the_primitive(2, 7, 16, initial)
+
+
+def test_a_full_device_scans_frame_after_frame_and_an_empty_one_in_spans():
+    assert triton_kernels._best_span(121, programs=200, transitions=160, multiprocessors=132) == 121
+    assert triton_kernels._best_span(16, programs=40, transitions=32, multiprocessors=132) == 16
+    assert triton_kernels._best_span(121, programs=40, transitions=32, multiprocessors=132) < 40
+    assert triton_kernels._best_span(2048, programs=10, transitions=8, multiprocessors=132) <= 64
+    assert triton_kernels._best_span(2048, programs=2, transitions=1, multiprocessors=1) == 2048
 
 
 def test_unsupported_tensors_are_refused_by_name():

@@ -4,18 +4,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from frame_gdn import GDNState, bidirectional_gdn, cp_frame_gdn_scan
+from frame_gdn import GDNState, bidirectional_gdn, cp_frame_gdn_scan, gdn, primitive
 from frame_gdn.naive import naive_bidirectional_gdn, naive_frame_scan
 from tests.distributed.helpers import run_ranks, split
 from tests.helpers import relative_error
 from tests.test_gdn import clip
 
-pytest.importorskip("triton")
+triton_kernels = pytest.importorskip("frame_gdn.triton_kernels", exc_type=ImportError)
 
 FLOAT32 = 5e-6
 
 
-def compare_scans(rank, size, sizes, chunk_frames, rotary):
+def force_spans(spans):
+    """In this rank's process: cut every scan into so many spans."""
+    for module in (gdn, primitive):
+        module.pick_backend = lambda *_: triton_kernels.TritonSteps(spans=spans)
+
+
+def compare_scans(rank, size, sizes, chunk_frames, rotary, spans=None):
+    force_spans(spans)
     T, S, eps = sum(sizes), 3, 1e-3
     tensors, mask = clip(T=T, S=S, D=16, masked=True)
     tensors = {name: None if t is None else t.detach() for name, t in tensors.items()}
@@ -57,7 +64,8 @@ def compare_scans(rank, size, sizes, chunk_frames, rotary):
     assert not bad, f"rank {rank} of {sizes}, chunks {chunk_frames}: {bad}"
 
 
-def compare_primitives(rank, size, sizes, reverse):
+def compare_primitives(rank, size, sizes, reverse, spans=None):
+    force_spans(spans)
     T, D = sum(sizes), 16
     generator = torch.Generator().manual_seed(5)
     shapes = ((2, T, D, D), (2, T, D, D), (2, T, D, D), (2, T, D))
@@ -81,3 +89,11 @@ def test_shards_equal_the_whole_clip(sizes, chunk_frames, rotary):
 @pytest.mark.parametrize("reverse", [False, True])
 def test_the_primitive_over_shards(reverse):
     run_ranks(2, compare_primitives, [2, 3], reverse)
+
+
+def test_shards_and_their_spans_equal_the_whole_clip():
+    run_ranks(2, compare_scans, [5, 3], 3, False, 2)
+
+
+def test_the_primitive_over_shards_in_spans():
+    run_ranks(2, compare_primitives, [4, 3], True, 2)

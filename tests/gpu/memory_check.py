@@ -2,19 +2,24 @@
 
 import torch
 
-from frame_gdn import cp_frame_gdn_scan
+from frame_gdn import cp_frame_gdn_scan, gdn, primitive, triton_kernels
 from frame_gdn.gdn import bidirectional_gdn
 
 from ..test_triton import tokens
 
 
 def main() -> None:
-    inputs, tables = tokens(1, 3, 21, 2, 24, torch.bfloat16)
-    leaves = [x.detach().requires_grad_() for x in inputs.values()]
-    out, _ = bidirectional_gdn(*leaves, rotary=tables, backend="triton")
-    out.float().square().sum().backward()
-    chains = [torch.rand(2, 3, *size, device="cuda") for size in ((24, 24), (24, 24), (24, 24), (24,))]
-    cp_frame_gdn_scan(*chains, backend="triton")
+    """In one span of frames and in two, at a narrow head and at one of two channel blocks."""
+    for spans, D in ((1, 24), (2, 24), (2, 144)):
+        for module in (gdn, primitive):
+            module.pick_backend = lambda *_, spans=spans: triton_kernels.TritonSteps(spans=spans)
+        inputs, tables = tokens(1, 3, 21, 2, D, torch.bfloat16)
+        leaves = [x.detach().requires_grad_() for x in inputs.values()]
+        out, _ = bidirectional_gdn(*leaves, rotary=tables)
+        out.float().square().sum().backward()
+        chains = [torch.rand(2, 3, *size, device="cuda").requires_grad_() for size in ((D, D), (D, D), (D, D), (D,))]
+        S, z = cp_frame_gdn_scan(*chains)
+        (S.sum() + z.sum()).backward()
     torch.cuda.synchronize()
 
 

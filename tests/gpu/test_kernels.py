@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from frame_gdn import BidirectionalGDN
+from frame_gdn import BidirectionalGDN, gdn
 from frame_gdn.gdn import bidirectional_gdn
 from frame_gdn.naive import naive_bidirectional_gdn
 from frame_gdn.torch_kernels import apply_rotary
 
 from ..helpers import fill_randomly, relative_error
-from ..test_triton import check_against_the_loop, tokens
+from ..test_triton import check_against_the_loop, check_the_primitive, tokens, triton_kernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,6 +74,22 @@ def test_masks_states_and_chunks_at_real_shapes(dtype):
     check_against_the_loop(
         1, 7, 330, 4, 112, dtype, rotary="tables", masked=True, state=True, chunk_frames=3, bound=bound
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("chunk_frames", [None, 5])
+def test_spans_side_by_side_at_real_shapes(monkeypatch, dtype, chunk_frames):
+    monkeypatch.setattr(gdn, "pick_backend", lambda *_: triton_kernels.TritonSteps(spans=4))
+    bound = 2**-7 if dtype == torch.bfloat16 else 1e-5
+    check_against_the_loop(
+        1, 19, 330, 2, 112, dtype, rotary="tables", masked=True, state=True, chunk_frames=chunk_frames, bound=bound
+    )
+
+
+def test_few_heads_and_many_frames_are_scanned_in_spans():
+    assert triton_kernels.TritonSteps()._span_length(484, 2, 64, 1, 2, 2, torch.device("cuda", 0)) < 100
+    check_against_the_loop(1, 96, 16, 2, 64, rotary="tables", bound=1e-5)
+    check_the_primitive(2, 96, 64, False, bound=1e-5)
 
 
 def test_more_elements_than_an_int32_counts():
