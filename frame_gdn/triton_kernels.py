@@ -8,7 +8,10 @@ interpreter). A step is one launch, and no step waits for the device:
   Where those leave most of the GPU idle, the clip is cut into spans of frames, scanned side by side as shards over
   ranks are: what leaves each span and its transition, from span to span, then each span from what entered it;
 - `project` adds the two directions and multiplies each frame's queries once;
-- the backward is the same three with time turned round; what the forward built is built again.
+- the backward is the same three with time turned round; what the forward built is built again. Beyond D 128, and
+  where whole matrices are beyond the device's shared memory, a program takes a block of the gradients' channels.
+
+No shape falls back to plain PyTorch; with 99 KiB of shared memory a block every launch has a tile that fits.
 
 Layouts, R = D + 1 rows of which the last is the denominator's (R = D without one):
     A     (1 or 2, B, H, T, D, D)   W = g (I - A); the second for the denominator, absent where its keys are the same
@@ -32,10 +35,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.compiler.compiler import max_shared_mem
 from triton.runtime.errors import OutOfResources
 
 from . import torch_kernels
-from .torch_kernels import Edges, Inputs, States, apply_rotary
+from .torch_kernels import Edges, Inputs, States
 
 # --- shared pieces ----------------------------------------------------------------------------------------------
 
@@ -112,7 +116,7 @@ def _outer_products(
     """Block (i, j) of the sum over a frame's tokens of left (w k)ᵀ, and block j of that of w k.
 
     WEIGHT says what w is: "beta"; "den" for 1 / (zᵀ k + eps), k not yet rotated; "den_given" for the same of other
-    tokens, at beta_ptr; or "none" for 1.
+    tokens, at beta_ptr; "found" for the same at beta_ptr; or "none" for 1.
     """
     EXACT: tl.constexpr = PRECISION != "tf32"
     offs_n = tl.arange(0, BN)
@@ -121,12 +125,12 @@ def _outer_products(
     product = tl.zeros((BD, BD), dtype=tl.float32)
     total = tl.zeros((16, BD), dtype=tl.float32)  # summed over its rows once, after the loop
     # Too narrow for an asynchronous copy, beta is read a turn ahead by hand; the compiler does that for the tiles.
-    if WEIGHT == "beta":
+    if WEIGHT == "beta" or WEIGHT == "found":
         next_beta = tl.load(beta_ptr + offs_n * beta_n, mask=offs_n < tokens, other=0.0)
     for n0 in tl.range(0, tokens, BN, num_stages=STAGES):
         n = n0 + offs_n
         live = n < tokens
-        if WEIGHT == "beta":
+        if WEIGHT == "beta" or WEIGHT == "found":
             weight = next_beta.to(tl.float32)
             next_beta = tl.load(beta_ptr + (n + BN) * beta_n, mask=n + BN < tokens, other=0.0)
         raw = _load_tokens(k_ptr, n, live, k_n, offs_j, D)
@@ -654,13 +658,17 @@ def _project_kernel(
 
 @triton.jit
 def _state_input_gradient_kernel(
-    dout_ptr, q_ptr, qr_ptr, mask_ptr, cos_ptr, sin_ptr, S_ptr, R_ptr, dX_ptr, eps,
+    dout_ptr, q_ptr, qr_ptr, mask_ptr, cos_ptr, sin_ptr, S_ptr, R_ptr, dX_ptr, weight_ptr, eps,
     dout_b, dout_n, dout_h, q_b, q_n, q_h, qr_b, qr_n, qr_h, H, T, S,
-    D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
     ROTARY: tl.constexpr, MASK: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One frame's gradient of the summed numerator states, dX = dout diag(w) Q~ᵀ with w = 1 / ((z + y)ᵀ q + eps)."""
-    pid = tl.program_id(0)
+    """One block of one frame's gradient of the summed numerator states, dX = dout diag(w) Q~ᵀ.
+
+    w = 1 / ((z + y)ᵀ q + eps) is found here where a block is all channels, else read from weight_ptr (B, H, T, S).
+    """
+    pid = tl.program_id(0) // (NB * NB)
+    i, j = (tl.program_id(0) // NB) % NB, tl.program_id(0) % NB
     h = pid % H
     t = (pid // H) % T
     b = (pid // (H * T)).to(tl.int64)
@@ -677,18 +685,24 @@ def _state_input_gradient_kernel(
     sin_ptr += token * (D // 2)
     d = tl.arange(0, BD)
     z = tl.zeros((BD,), dtype=tl.float32)
-    if R > D:
+    if R > D and NB == 1:
         z = _load_met(S_ptr, R_ptr, frame * R * D + D * D + d, d < D, REVERSE)
     if ROTARY == "none":
         qr_ptr, qr_n = q_ptr, q_n
+    if NB == 1:
+        weights, weights_n = q_ptr, q_n
+    else:
+        weights, weights_n = weight_ptr + frame * S, 1
     dX, _ = _outer_products(
         dout_ptr, dout_n, q_ptr if ROTARY == "tables" else qr_ptr, q_n if ROTARY == "tables" else qr_n,
-        q_ptr, q_n, cos_ptr, sin_ptr, tokens, 0, 0, z, eps,
-        D, BD, 1, BN, False, ROTARY == "tables",
-        "none" if R == D else "den_given" if ROTARY == "given" else "den", PRECISION, STAGES,
+        weights, weights_n, cos_ptr, sin_ptr, tokens, i, j, z, eps,
+        D, BD, NB, BN, False, ROTARY == "tables",
+        "none" if R == D else "found" if NB > 1 else "den_given" if ROTARY == "given" else "den", PRECISION, STAGES,
     )  # fmt: skip
-    square = d[:, None] * D + d[None, :]
-    tl.store(dX_ptr + frame * R * D + square, dX, mask=(d < D)[:, None] & (d < D)[None, :])
+    row, col = i * BD + d, j * BD + d
+    tl.store(
+        dX_ptr + frame * R * D + row[:, None] * D + col[None, :], dX, mask=(row < D)[:, None] & (col < D)[None, :]
+    )
 
 
 @triton.jit
@@ -815,56 +829,86 @@ def _query_gradient_kernel(
 
 
 @triton.jit
+def _inner_product(left_ptr, right_ptr, i, j, exists, D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr,
+                   PRECISION: tl.constexpr):  # fmt: skip
+    """Block (i, j) of leftᵀ right of two (D, D) matrices; zero unless the left one exists."""
+    EXACT: tl.constexpr = PRECISION != "tf32"
+    d = tl.arange(0, BD)
+    row, col = i * BD + d, j * BD + d
+    product = tl.zeros((BD, BD), dtype=tl.float32)
+    for c in range(NB):
+        inner = c * BD + d
+        offs, live = inner[:, None] * D, (inner < D)[:, None]
+        left = tl.load(left_ptr + offs + row[None, :], mask=live & (row < D)[None, :] & exists, other=0.0)
+        right = tl.load(right_ptr + offs + col[None, :], mask=live & (col < D)[None, :], other=0.0)
+        left, left_size = _scaled(left, EXACT)
+        right, right_size = _scaled(right, EXACT)
+        product += tl.dot(tl.trans(left), right, input_precision=PRECISION) * (left_size * right_size)
+    return product
+
+
+@triton.jit
 def _transition_gradient_kernel(
     A_ptr, decay_ptr, mask_ptr, S_ptr, R_ptr, entering_ptr, G_ptr, F_ptr, P_ptr, Q_ptr, ddecay_ptr,
-    H, T, A_kind, decay_b, decay_t, decay_h,
-    D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr,
+    H, T, A_kind, decay_b, decay_t, decay_h, ddecay_block,
+    D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr,
     MASK: tl.constexpr, SEPARATE: tl.constexpr, ENTERING: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One frame: P = -g (dW + dWᵀ) with dW = S_{t-1}ᵀ G_t + R_{t+1}ᵀ F_t, Q the same of dW°, and ddecay = <dW, I - A>.
+    """Block (i, j) of one frame's P = -g (dW + dWᵀ) with dW = S_{t-1}ᵀ G_t + R_{t+1}ᵀ F_t, Q the same of dW°, and the
+    block's part of ddecay = <dW, I - A>.
 
     Where numerator and denominator share their keys, P is the sum of both and there is no Q.
     """
     sequence = tl.program_id(0).to(tl.int64)
-    t = tl.program_id(1)
+    t, block = tl.program_id(1), tl.program_id(2)
+    i, j = block // NB, block % NB
     b, h = sequence // H, sequence % H
     frame = sequence * T + t
-    EXACT: tl.constexpr = PRECISION != "tf32"
     active = True
     if MASK:
         active = tl.load(mask_ptr + b * T + t) != 0
     decay = tl.load(decay_ptr + b * decay_b + t * decay_t + h * decay_h).to(tl.float32)
     decay = tl.where(active, decay, 0.0)
     d = tl.arange(0, BD)
-    square = d[:, None] * D + d[None, :]
-    keep = (d < D)[:, None] & (d < D)[None, :]
-    diagonal = tl.where(d[:, None] == d[None, :], 1.0, 0.0)
+    row, col = i * BD + d, j * BD + d
+    square = row[:, None] * D + col[None, :]
+    keep = (row < D)[:, None] & (col < D)[None, :]
+    diagonal = tl.where(row[:, None] == col[None, :], 1.0, 0.0)
 
     before_ptr = S_ptr + (frame - 1) * R * D
     if ENTERING:
         before_ptr = tl.where(t > 0, before_ptr, entering_ptr + sequence * R * D)
     exists = ENTERING | (t > 0)
-    before, before_size = _scaled(tl.load(before_ptr + square, mask=keep & exists, other=0.0), EXACT)
-    g, g_size = _scaled(tl.load(G_ptr + frame * R * D + square, mask=keep, other=0.0), EXACT)
-    dW = tl.dot(tl.trans(before), g, input_precision=PRECISION) * (before_size * g_size)
+    S_ptr += frame * R * D
+    R_ptr += frame * R * D
+    G_ptr += frame * R * D
+    F_ptr += frame * R * D
+    dW = _inner_product(before_ptr, G_ptr, i, j, exists, D, BD, NB, PRECISION)
     if REVERSE:
-        after, after_size = _scaled(tl.load(R_ptr + frame * R * D + square, mask=keep, other=0.0), EXACT)
-        f, f_size = _scaled(tl.load(F_ptr + frame * R * D + square, mask=keep, other=0.0), EXACT)
-        dW += tl.dot(tl.trans(after), f, input_precision=PRECISION) * (after_size * f_size)
+        dW += _inner_product(R_ptr, F_ptr, i, j, True, D, BD, NB, PRECISION)
     a = tl.load(A_ptr + frame * D * D + square, mask=keep, other=0.0).to(tl.float32)
     ddecay = tl.sum(tl.sum(dW * (diagonal - a), 1), 0)
-    both = dW + tl.trans(dW)
-    if R > D:
-        row = frame * R * D + D * D + d
-        z = tl.load(before_ptr + D * D + d, mask=(d < D) & exists, other=0.0)
-        gamma = tl.load(G_ptr + row, mask=d < D, other=0.0)
-        dW_z = gamma[:, None] * z[None, :]
-        twice = dW_z + z[:, None] * gamma[None, :]
+    mirrored = dW
+    if NB > 1:
+        mirrored = _inner_product(before_ptr, G_ptr, j, i, exists, D, BD, NB, PRECISION)
         if REVERSE:
-            y = tl.load(R_ptr + row, mask=d < D, other=0.0)
-            phi = tl.load(F_ptr + row, mask=d < D, other=0.0)
-            dW_z += phi[:, None] * y[None, :]
-            twice += phi[:, None] * y[None, :] + y[:, None] * phi[None, :]
+            mirrored += _inner_product(R_ptr, F_ptr, j, i, True, D, BD, NB, PRECISION)
+    both = dW + tl.trans(mirrored)
+    if R > D:
+        # of the rows' channels and of the columns'
+        z_i = tl.load(before_ptr + D * D + row, mask=(row < D) & exists, other=0.0)
+        z_j = tl.load(before_ptr + D * D + col, mask=(col < D) & exists, other=0.0)
+        gamma_i = tl.load(G_ptr + D * D + row, mask=row < D, other=0.0)
+        gamma_j = tl.load(G_ptr + D * D + col, mask=col < D, other=0.0)
+        dW_z = gamma_i[:, None] * z_j[None, :]
+        twice = dW_z + z_i[:, None] * gamma_j[None, :]
+        if REVERSE:
+            y_i = tl.load(R_ptr + D * D + row, mask=row < D, other=0.0)
+            y_j = tl.load(R_ptr + D * D + col, mask=col < D, other=0.0)
+            phi_i = tl.load(F_ptr + D * D + row, mask=row < D, other=0.0)
+            phi_j = tl.load(F_ptr + D * D + col, mask=col < D, other=0.0)
+            dW_z += phi_i[:, None] * y_j[None, :]
+            twice += phi_i[:, None] * y_j[None, :] + y_i[:, None] * phi_j[None, :]
         if SEPARATE:
             a = tl.load(A_ptr + A_kind + frame * D * D + square, mask=keep, other=0.0).to(tl.float32)
             tl.store(Q_ptr + frame * D * D + square, (-decay * twice).to(Q_ptr.dtype.element_ty), mask=keep)
@@ -873,7 +917,7 @@ def _transition_gradient_kernel(
         ddecay += tl.sum(tl.sum(dW_z * (diagonal - a), 1), 0)
     tl.store(P_ptr + frame * D * D + square, (-decay * both).to(P_ptr.dtype.element_ty), mask=keep)
     ddecay = tl.where(active, ddecay, 0.0)
-    tl.store(ddecay_ptr + (b * T + t) * H + h, ddecay.to(ddecay_ptr.dtype.element_ty))
+    tl.store(ddecay_ptr + block * ddecay_block + (b * T + t) * H + h, ddecay.to(ddecay_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -969,6 +1013,265 @@ def _key_gradient_kernel(
         tl.store(dbeta_ptr + n * dbeta_n, dbeta.to(dbeta_ptr.dtype.element_ty), mask=live)
 
 
+# --- heads too wide for a whole matrix in shared memory: an output's channels in blocks, a program each ----------
+
+
+@triton.jit
+def _through(
+    ptr, n, live, stride_n, cos_ptr, sin_ptr, X_ptr, Y_ptr, j,
+    D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
+    TABLES: tl.constexpr, BOTH: tl.constexpr, TRANSPOSED: tl.constexpr, TWO: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Block j of a tile of tokens, rotated by TABLES, times X, or X + Y where BOTH, or the TRANSPOSED of that."""
+    EXACT: tl.constexpr = PRECISION != "tf32"
+    d = tl.arange(0, BD)
+    out = j * BD + d
+    product = tl.zeros((BN, BD), dtype=tl.float32)
+    for c in range(NB):
+        inner = c * BD + d
+        raw = _load_tokens(ptr, n, live, stride_n, inner, D)
+        x = raw.to(tl.float32)
+        if TABLES:
+            cos, sin = _load_tables(cos_ptr, sin_ptr, n, live, c, BD, D)
+            x = _rotate(x, cos, sin, BN, BD)
+        rows, row_size = _token_operand(raw, x, TABLES, EXACT)
+        if TRANSPOSED:
+            keep = (out < D)[:, None] & (inner < D)[None, :]
+            matrix = tl.trans(_load_met(X_ptr, Y_ptr, out[:, None] * D + inner[None, :], keep, BOTH))
+        else:
+            keep = (inner < D)[:, None] & (out < D)[None, :]
+            matrix = _load_met(X_ptr, Y_ptr, inner[:, None] * D + out[None, :], keep, BOTH)
+        high, low, size = _matrix_operand(matrix.to(tl.float32), raw.dtype == tl.bfloat16, EXACT)
+        product += _product(rows, high, low, TWO, PRECISION) * (row_size * size)[:, None]
+    return product
+
+
+@triton.jit
+def _denominator(
+    q_ptr, n, live, q_n, z_ptr, y_ptr,
+    D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """(z + y)ᵀ q of a tile of tokens."""
+    den = tl.zeros((BN,), dtype=tl.float32)
+    for c in range(NB):
+        d = c * BD + tl.arange(0, BD)
+        z = _load_met(z_ptr, y_ptr, d, d < D, REVERSE)
+        den += tl.sum(_load_tokens(q_ptr, n, live, q_n, d, D).to(tl.float32) * z[None, :], 1)
+    return den
+
+
+@triton.jit
+def _wide_project_kernel(
+    q_ptr, qr_ptr, beta_ptr, mask_ptr, cos_ptr, sin_ptr, S_ptr, R_ptr, out_ptr, eps,
+    q_b, q_n, q_h, qr_b, qr_n, qr_h, beta_b, beta_n, beta_h, out_b, out_n, out_h, H, T, S,
+    D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
+    ROTARY: tl.constexpr, WEIGHT: tl.constexpr, MASK: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `_project_kernel`: a block of w (S + R) q~ of one frame's tokens."""
+    pid = tl.program_id(0)
+    i = pid % NB
+    h = (pid // NB) % H
+    t = (pid // (NB * H)) % T
+    b = (pid // (NB * H * T)).to(tl.int64)
+    frame = (b * H + h) * T + t
+    token = t.to(tl.int64) * S
+    active = True
+    if MASK:
+        active = tl.load(mask_ptr + b * T + t) != 0
+    q_ptr += b * q_b + token * q_n + h * q_h
+    qr_ptr += b * qr_b + token * qr_n + h * qr_h
+    beta_ptr += b * beta_b + token * beta_n + h * beta_h
+    out_ptr += b * out_b + token * out_n + h * out_h
+    cos_ptr += token * (D // 2)
+    sin_ptr += token * (D // 2)
+    S_ptr += frame * R * D
+    R_ptr += frame * R * D
+    if ROTARY != "given":
+        qr_ptr, qr_n = q_ptr, q_n
+    d = i * BD + tl.arange(0, BD)
+    for n0 in tl.range(0, S, BN):
+        n = n0 + tl.arange(0, BN)
+        live = n < S
+        read = live & active  # a padded frame is never read
+        out = _through(
+            qr_ptr, n, read, qr_n, cos_ptr, sin_ptr, S_ptr, R_ptr, i,
+            D, BD, NB, BN, ROTARY == "tables", REVERSE, True, False, PRECISION,
+        )  # fmt: skip
+        if WEIGHT == "beta":
+            out *= tl.load(beta_ptr + n * beta_n, mask=read, other=0.0).to(tl.float32)[:, None]
+        if WEIGHT == "den":
+            den = _denominator(q_ptr, n, read, q_n, S_ptr + D * D, R_ptr + D * D, D, BD, NB, BN, REVERSE)
+            out /= (den + eps)[:, None]
+        out = tl.where(read[:, None], out, 0.0).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + n[:, None] * out_n + d[None, :], out, mask=live[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _wide_query_gradient_kernel(
+    dout_ptr, q_ptr, qr_ptr, mask_ptr, cos_ptr, sin_ptr, S_ptr, R_ptr, dq_ptr, dqr_ptr, dX_ptr, weight_ptr, dden_ptr,
+    eps, dout_b, dout_n, dout_h, q_b, q_n, q_h, qr_b, qr_n, qr_h, dq_b, dq_n, dq_h, H, T, S, dden_block,
+    D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr, ONLY_DEN: tl.constexpr,
+    ROTARY: tl.constexpr, MASK: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `_query_gradient_kernel`, a block of channels a program, in two launches.
+
+    The first, with ONLY_DEN, finds w = 1 / ((z + y)ᵀ q + eps) of every token (B, H, T, S) and each block's part of the
+    denominator's gradient, (NB, B, H, T, S); the second adds the parts up.
+    """
+    pid = tl.program_id(0)
+    i = pid % NB
+    h = (pid // NB) % H
+    t = (pid // (NB * H)) % T
+    b = (pid // (NB * H * T)).to(tl.int64)
+    frame = (b * H + h) * T + t
+    token = t.to(tl.int64) * S
+    TWO: tl.constexpr = q_ptr.dtype.element_ty == tl.bfloat16
+    NORMALIZE: tl.constexpr = R > D
+    active = True
+    if MASK:
+        active = tl.load(mask_ptr + b * T + t) != 0
+    q_ptr += b * q_b + token * q_n + h * q_h
+    qr_ptr += b * qr_b + token * qr_n + h * qr_h
+    dout_ptr += b * dout_b + token * dout_n + h * dout_h
+    dq_ptr += b * dq_b + token * dq_n + h * dq_h
+    dqr_ptr += b * dq_b + token * dq_n + h * dq_h
+    cos_ptr += token * (D // 2)
+    sin_ptr += token * (D // 2)
+    S_ptr += frame * R * D
+    R_ptr += frame * R * D
+    weight_ptr += frame * S
+    dden_ptr += frame * S
+    d = i * BD + tl.arange(0, BD)
+    if NORMALIZE:
+        z = _load_met(S_ptr, R_ptr, D * D + d, d < D, REVERSE)
+        dz = tl.zeros((BN, BD), dtype=tl.float32)
+    for n0 in tl.range(0, S, BN):
+        n = n0 + tl.arange(0, BN)
+        live = n < S
+        read = live & active
+        dq_rot = _through(
+            dout_ptr, n, read, dout_n, cos_ptr, sin_ptr, S_ptr, R_ptr, i,
+            D, BD, NB, BN, False, REVERSE, False, TWO, PRECISION,
+        )  # fmt: skip
+        if ROTARY == "tables":
+            cos, sin = _load_tables(cos_ptr, sin_ptr, n, read, i, BD, D)
+        if ONLY_DEN:
+            den = _denominator(q_ptr, n, read, q_n, S_ptr + D * D, R_ptr + D * D, D, BD, NB, BN, REVERSE)
+            weight = tl.where(read, 1.0 / (den + eps), 0.0)
+            if ROTARY == "given":
+                rotated = _load_tokens(qr_ptr, n, read, qr_n, d, D).to(tl.float32)
+            else:
+                rotated = _load_tokens(q_ptr, n, read, q_n, d, D).to(tl.float32)
+            if ROTARY == "tables":
+                rotated = _rotate(rotated, cos, sin, BN, BD)
+            dden = -tl.sum(dq_rot * rotated, 1) * weight * weight
+            tl.store(dden_ptr + i.to(tl.int64) * dden_block + n, dden, mask=live)
+            if i == 0:
+                tl.store(weight_ptr + n, weight, mask=live)
+        else:
+            dq = tl.zeros((BN, BD), dtype=tl.float32)
+            if NORMALIZE:
+                dq_rot *= tl.load(weight_ptr + n, mask=live, other=0.0)[:, None]
+                dden = tl.zeros((BN,), dtype=tl.float32)
+                for c in range(NB):
+                    dden += tl.load(dden_ptr + c * dden_block + n, mask=live, other=0.0)
+                dz += _load_tokens(q_ptr, n, read, q_n, d, D).to(tl.float32) * dden[:, None]
+                dq = dden[:, None] * z[None, :]
+            out = n[:, None] * dq_n + d[None, :]
+            keep = live[:, None] & (d < D)[None, :]
+            if ROTARY == "given":
+                tl.store(dqr_ptr + out, dq_rot.to(dqr_ptr.dtype.element_ty), mask=keep)
+            elif ROTARY == "tables":
+                dq += _rotate(dq_rot, cos, -sin, BN, BD)
+            else:
+                dq += dq_rot
+            tl.store(dq_ptr + out, dq.to(dq_ptr.dtype.element_ty), mask=keep)
+    if NORMALIZE and not ONLY_DEN:
+        tl.store(dX_ptr + frame * R * D + D * D + d, tl.sum(dz, 0), mask=d < D)
+
+
+@triton.jit
+def _wide_key_gradient_kernel(
+    k_ptr, kr_ptr, v_ptr, beta_ptr, mask_ptr, cos_ptr, sin_ptr, G_ptr, F_ptr, P_ptr, Q_ptr, dk_ptr, dkr_ptr, dbeta_ptr,
+    k_b, k_n, k_h, kr_b, kr_n, kr_h, v_b, v_n, v_h, beta_b, beta_n, beta_h, dk_b, dk_n, dk_h,
+    dbeta_b, dbeta_n, dbeta_h, H, T, S, dbeta_block,
+    D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
+    ROTARY: tl.constexpr, MASK: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `_key_gradient_kernel`, a block of channels a program; dbeta's parts of the blocks are (NB, B, N, H)."""
+    pid = tl.program_id(0)
+    i = pid % NB
+    h = (pid // NB) % H
+    t = (pid // (NB * H)) % T
+    b = (pid // (NB * H * T)).to(tl.int64)
+    frame = (b * H + h) * T + t
+    token = t.to(tl.int64) * S
+    NORMALIZE: tl.constexpr = R > D
+    active = True
+    if MASK:
+        active = tl.load(mask_ptr + b * T + t) != 0
+    k_ptr += b * k_b + token * k_n + h * k_h
+    kr_ptr += b * kr_b + token * kr_n + h * kr_h
+    v_ptr += b * v_b + token * v_n + h * v_h
+    beta_ptr += b * beta_b + token * beta_n + h * beta_h
+    dk_ptr += b * dk_b + token * dk_n + h * dk_h
+    dkr_ptr += b * dk_b + token * dk_n + h * dk_h
+    dbeta_ptr += i.to(tl.int64) * dbeta_block + b * dbeta_b + token * dbeta_n + h * dbeta_h
+    cos_ptr += token * (D // 2)
+    sin_ptr += token * (D // 2)
+    G_ptr += frame * R * D
+    F_ptr += frame * R * D
+    P_ptr += frame * D * D
+    Q_ptr += frame * D * D
+    if ROTARY != "given":
+        kr_ptr, kr_n = k_ptr, k_n
+    TABLES: tl.constexpr = ROTARY == "tables"
+    d = i * BD + tl.arange(0, BD)
+    for n0 in tl.range(0, S, BN):
+        n = n0 + tl.arange(0, BN)
+        live = n < S
+        read = live & active
+        beta = tl.load(beta_ptr + n * beta_n, mask=read, other=0.0).to(tl.float32)
+        v_dU = _through(
+            v_ptr, n, read, v_n, cos_ptr, sin_ptr, G_ptr, F_ptr, i,
+            D, BD, NB, BN, False, REVERSE, False, False, PRECISION,
+        )  # fmt: skip
+        k_P = _through(
+            kr_ptr, n, read, kr_n, cos_ptr, sin_ptr, P_ptr, P_ptr, i,
+            D, BD, NB, BN, TABLES, False, False, False, PRECISION,
+        )  # fmt: skip
+        rotated = _load_tokens(kr_ptr, n, read, kr_n, d, D).to(tl.float32)
+        if TABLES:
+            cos, sin = _load_tables(cos_ptr, sin_ptr, n, read, i, BD, D)
+            rotated = _rotate(rotated, cos, sin, BN, BD)
+        dbeta = tl.sum((v_dU + 0.5 * k_P) * rotated, 1)
+        dk_rot = beta[:, None] * (v_dU + k_P)
+        dk = tl.zeros((BN, BD), dtype=tl.float32)
+        if NORMALIZE:
+            k = _load_tokens(k_ptr, n, read, k_n, d, D).to(tl.float32)
+            w = _load_met(G_ptr, F_ptr, D * D + d, d < D, REVERSE)
+            dk += w[None, :]
+            dbeta += tl.sum(k * w[None, :], 1)
+            if ROTARY != "none":
+                k_Q = _through(
+                    k_ptr, n, read, k_n, cos_ptr, sin_ptr, Q_ptr, Q_ptr, i,
+                    D, BD, NB, BN, False, False, False, False, PRECISION,
+                )  # fmt: skip
+                dbeta += 0.5 * tl.sum(k_Q * k, 1)
+                dk += k_Q
+            dk *= beta[:, None]
+        out = n[:, None] * dk_n + d[None, :]
+        keep = live[:, None] & (d < D)[None, :]
+        if ROTARY == "given":
+            tl.store(dkr_ptr + out, dk_rot.to(dkr_ptr.dtype.element_ty), mask=keep)
+        elif TABLES:
+            dk += _rotate(dk_rot, cos, -sin, BN, BD)
+        else:
+            dk += dk_rot
+        tl.store(dk_ptr + out, dk.to(dk_ptr.dtype.element_ty), mask=keep)
+        tl.store(dbeta_ptr + n * dbeta_n, tl.where(active, dbeta, 0.0), mask=live)
+
+
 # --- launches ---------------------------------------------------------------------------------------------------
 
 
@@ -1020,7 +1323,6 @@ _TILES: dict[Any, list[dict[str, int]]] = {
         {"BN": 32, "STAGES": 1, "num_warps": 4},
         {"BN": 16, "STAGES": 1, "num_warps": 4},
     ],
-    (_project_kernel, "ieee"): [{"BN": 16, "STAGES": 1, "num_warps": 8}],
     (_state_input_gradient_kernel, "tf32"): [
         {"BN": 64, "STAGES": 2, "num_warps": 8, "maxnreg": 128},
         {"BN": 32, "STAGES": 2, "num_warps": 8},
@@ -1035,15 +1337,23 @@ _TILES: dict[Any, list[dict[str, int]]] = {
         {"BN": 32, "STAGES": 1, "num_warps": 8},
         {"BN": 16, "STAGES": 1, "num_warps": 8},
     ],
-    (_query_gradient_kernel, "ieee"): [{"BN": 16, "STAGES": 1, "num_warps": 8}],
+    (_query_gradient_kernel, "tf32x3"): [
+        {"BN": 32, "STAGES": 1, "num_warps": 8},
+        {"BN": 16, "STAGES": 1, "num_warps": 8},
+    ],
     (_transition_gradient_kernel, "tf32"): [{"num_warps": 8}],
     (_transition_gradient_kernel, "tf32x3"): [{"num_warps": 8}],
+    (_wide_project_kernel, "tf32x3"): [{"BN": 64, "num_warps": 8}, {"BN": 32, "num_warps": 4}],
+    (_wide_query_gradient_kernel, "tf32"): [{"BN": 64, "num_warps": 4}, {"BN": 32, "num_warps": 4}],
+    (_wide_query_gradient_kernel, "tf32x3"): [{"BN": 64, "num_warps": 8}, {"BN": 32, "num_warps": 4}],
+    (_wide_key_gradient_kernel, "tf32"): [{"BN": 64, "num_warps": 4}, {"BN": 32, "num_warps": 4}],
+    (_wide_key_gradient_kernel, "tf32x3"): [{"BN": 64, "num_warps": 8}, {"BN": 32, "num_warps": 4}],
     (_key_gradient_kernel, "tf32"): [
         {"BN": 64, "STAGES": 2, "num_warps": 8},
         {"BN": 32, "STAGES": 1, "num_warps": 8},
         {"BN": 16, "STAGES": 1, "num_warps": 8},
     ],
-    (_key_gradient_kernel, "ieee"): [
+    (_key_gradient_kernel, "tf32x3"): [
         {"BN": 32, "STAGES": 1, "num_warps": 8},
         {"BN": 16, "STAGES": 1, "num_warps": 8},
     ],
@@ -1182,6 +1492,12 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """How many bytes a block of threads can have; an H200's in the interpreter."""
+    return int(max_shared_mem(device.index)) if device.type == "cuda" else 232448
+
+
+@functools.cache
 def _best_span(T: int, programs: int, transitions: int, multiprocessors: int) -> int:
     """The length of the spans that should take a scan of T frames the least time.
 
@@ -1248,9 +1564,14 @@ class TritonSteps:
         """How states are multiplied: float16 tokens have as many bits as a product in TF32, and ask for more."""
         return "tf32" if dtype == torch.bfloat16 and not self.exact else "tf32x3"
 
-    def _full(self, dtype: torch.dtype) -> str:
-        """The same where two copies of a whole matrix, as three TF32 products need them, would not fit."""
-        return "ieee" if self._precision(dtype) == "tf32x3" else "tf32"
+    def _gradient_blocks(self, like: Tensor) -> tuple[int, int]:
+        """As `_blocks`, for the gradients of tokens: narrower blocks where the three whole matrices that the keys'
+        kernel holds, and 16 KiB of tokens, are beyond the device's shared memory."""
+        BD, NB = _blocks(like.shape[-1])
+        size = 8 if self._precision(like.dtype) == "tf32x3" else 2  # in bytes; three TF32 products take two copies
+        if NB == 1 and 3 * BD * BD * size + 2**14 <= _shared_memory(like.device):
+            return BD, 1
+        return (64, _cdiv(like.shape[-1], 64)) if BD > 64 else (BD // 2, 2)
 
     def transitions(self, x: Inputs, normalize: bool) -> Transitions:
         B, N, H, D = x.k.shape
@@ -1385,12 +1706,6 @@ class TritonSteps:
         return Edges(*_states(G), *_states(F))
 
     def project(self, x: Inputs, states: States, eps: float) -> Tensor:
-        try:
-            return self._project(x, states, eps)
-        except OutOfResources:  # float32 operands of a wide head, on a small device
-            return torch_kernels.project(_with_rotated(x), states, eps)
-
-    def _project(self, x: Inputs, states: States, eps: float) -> Tensor:
         q, q_rot = _dense(x.q), _dense(x.q_rot)
         assert q is not None
         weight = "none" if states.z is None else "den"
@@ -1406,32 +1721,20 @@ class TritonSteps:
         rotary, cos, sin = _rotary(x, q_rot, q)
         qr = q if q_rot is None else q_rot
         out = torch.empty(B, N, H, D, dtype=q.dtype, device=q.device)
-        BD, NB = _blocks(D)
         precision = self._precision(q.dtype)
-        if precision != "tf32" and D > 64:
-            BD, NB, precision = (64, 2, precision) if D <= 128 else (BD, NB, "ieee")
+        wide = D > 128 and precision != "tf32"
+        BD, NB = (64, _cdiv(D, 64)) if precision != "tf32" and D > 64 else _blocks(D)
         if out.numel():
             _launch(
-                _project_kernel, lambda tile: (B * T * H * NB, 1, 1),
+                _wide_project_kernel if wide else _project_kernel, lambda tile: (B * T * H * NB, 1, 1),
                 (q, qr, beta, _flags(x, q), cos, sin, S, S if R is None else R, out),
-                (eps, *_tokens(q), *_tokens(qr), *_tokens(beta), *_tokens(out), H, T, N // T, N // T),
+                (eps, *_tokens(q), *_tokens(qr), *_tokens(beta), *_tokens(out), H, T, *[N // T] * (1 if wide else 2)),
                 {"D": D, "R": D + denominator, "BD": BD, "NB": NB, "ROTARY": rotary, "WEIGHT": weight,
                  "MASK": x.mask is not None, "REVERSE": R is not None, "PRECISION": precision},
             )  # fmt: skip
         return out
 
     def project_backward(
-        self, dout: Tensor, x: Inputs, states: States, eps: float
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        if x.q.shape[-1] <= 128:
-            try:
-                return self._project_backward(dout, x, states, eps)
-            except OutOfResources:
-                pass
-        dq, dq_rot, dX, dx = torch_kernels.project_backward(dout, _with_rotated(x), states, eps)
-        return *_turned_back(dq, dq_rot, x), dX, dx
-
-    def _project_backward(
         self, dout: Tensor, x: Inputs, states: States, eps: float
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         B, N, H, D = x.q.shape
@@ -1446,39 +1749,37 @@ class TritonSteps:
         dX = torch.empty(B, H, T, R, D, dtype=torch.float32, device=q.device)
         if dq.numel():
             S, R_ = states.S, states.S if states.R is None else states.R
-            options = {"D": D, "R": R, "BD": _blocks(D)[0], "ROTARY": rotary, "MASK": x.mask is not None,
+            BD, NB = self._gradient_blocks(q)
+            tensors = dout, q, qr, _flags(x, q), cos, sin, S, R_
+            strides = eps, *_tokens(dout), *_tokens(q), *_tokens(qr)
+            options = {"D": D, "R": R, "BD": BD, "ROTARY": rotary, "MASK": x.mask is not None,
                        "REVERSE": states.R is not None}  # fmt: skip
+            weight = dX
+            if NB > 1:
+                weight = torch.empty(B, H, T, N // T, dtype=torch.float32, device=q.device)
+                dden = torch.empty(NB, *weight.shape, dtype=torch.float32, device=q.device)
+                for only_den in (True, False)[R == D :]:
+                    _launch(
+                        _wide_query_gradient_kernel, lambda tile: (B * T * H * NB, 1, 1),
+                        (*tensors, dq, dq_rot, dX, weight, dden),
+                        (*strides, *_tokens(dq), H, T, N // T, weight.numel()),
+                        {**options, "NB": NB, "ONLY_DEN": only_den, "PRECISION": self._precision(q.dtype)},
+                    )  # fmt: skip
+            else:
+                _launch(
+                    _query_gradient_kernel, lambda tile: (B * T * H, 1, 1),
+                    (*tensors, dq, dq_rot, dX), (*strides, *_tokens(dq), H, T, N // T),
+                    {**options, "PRECISION": self._precision(q.dtype)},
+                )  # fmt: skip
             # float16 has no room for a weight of any size.
-            precision = self._states(q.dtype)
             _launch(
-                _state_input_gradient_kernel, lambda tile: (B * T * H, 1, 1),
-                (dout, q, qr, _flags(x, q), cos, sin, S, R_, dX),
-                (eps, *_tokens(dout), *_tokens(q), *_tokens(qr), H, T, N // T),
-                {**options, "PRECISION": precision},
-            )  # fmt: skip
-            _launch(
-                _query_gradient_kernel, lambda tile: (B * T * H, 1, 1),
-                (dout, q, qr, _flags(x, q), cos, sin, S, R_, dq, dq_rot, dX),
-                (eps, *_tokens(dout), *_tokens(q), *_tokens(qr), *_tokens(dq), H, T, N // T),
-                {**options, "PRECISION": self._full(q.dtype)},
+                _state_input_gradient_kernel, lambda tile: (B * T * H * NB * NB, 1, 1),
+                (*tensors, dX, weight), (*strides, H, T, N // T),
+                {**options, "NB": NB, "PRECISION": self._states(q.dtype)},
             )  # fmt: skip
         return dq, dq_rot if rotary == "given" else None, *_states(dX)  # type: ignore[return-value]
 
     def transitions_backward(
-        self, x: Inputs, tr: Transitions, entering: Edges, states: States, adjoint: States
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        if x.k.shape[-1] <= 128:
-            try:
-                return self._transitions_backward(x, tr, entering, states, adjoint)
-            except OutOfResources:
-                pass
-        dk, dv, dbeta, ddecay, dk_rot = torch_kernels.transitions_backward(
-            _with_rotated(x), None, entering, states, adjoint
-        )
-        dk, dk_rot = _turned_back(dk, dk_rot, x)
-        return dk, dv, dbeta, ddecay, dk_rot
-
-    def _transitions_backward(
         self, x: Inputs, tr: Transitions, entering: Edges, states: States, adjoint: States
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         B, N, H, D = x.k.shape
@@ -1488,37 +1789,48 @@ class TritonSteps:
         rotary, cos, sin = _rotary(x, k_rot, k)
         kr = k if k_rot is None else k_rot
         R = D if states.z is None else D + 1
+        BD, NB = self._gradient_blocks(k)
         separate = tr.A.shape[0] > 1
-        precision = self._full(k.dtype)
         reverse = states.R is not None
         before = _packed(entering.S, entering.z, R)
-        P_dtype = torch.bfloat16 if precision == "tf32" and k.dtype == torch.bfloat16 else torch.float32
+        P_dtype = torch.bfloat16 if self._precision(k.dtype) == "tf32" and k.dtype == torch.bfloat16 else torch.float32
         P = torch.empty(1 + separate, B, H, T, D, D, dtype=P_dtype, device=k.device)
         dk = torch.empty(B, N, H, D, dtype=k.dtype, device=k.device)
         dk_rot = torch.empty_like(dk) if rotary == "given" else dk
-        dbeta = torch.empty(B, N, H, dtype=x.beta.dtype, device=k.device)
-        ddecay = torch.empty(B, T, H, dtype=x.decay.dtype, device=k.device)
+        # Blocks of channels each give a part of the gates' gradients.
+        parts = (NB, NB * NB) if NB > 1 else (1, 1)
+        dbeta = torch.empty(parts[0], B, N, H, dtype=torch.float32 if NB > 1 else x.beta.dtype, device=k.device)
+        ddecay = torch.empty(parts[1], B, T, H, dtype=torch.float32 if NB > 1 else x.decay.dtype, device=k.device)
         S, G = states.S, adjoint.S
         R_, F = (S, G) if states.R is None or adjoint.R is None else (states.R, adjoint.R)
         if dk.numel():
             _launch(
-                _transition_gradient_kernel, lambda tile: (B * H, T, 1),
+                _transition_gradient_kernel, lambda tile: (B * H, T, NB * NB),
                 (tr.A, x.decay, _flags(x, k), S, R_, S if before is None else before, G, F, P[0], P[-1], ddecay),
-                (H, T, tr.A.stride(0), *x.decay.stride()),
-                {"D": D, "R": R, "BD": _blocks(D)[0], "MASK": x.mask is not None, "SEPARATE": separate,
+                (H, T, tr.A.stride(0), *x.decay.stride(), ddecay.stride(0)),
+                {"D": D, "R": R, "BD": BD, "NB": NB, "MASK": x.mask is not None, "SEPARATE": separate,
                  "ENTERING": before is not None, "REVERSE": reverse, "PRECISION": tr.precision},
             )  # fmt: skip
-            _launch(
-                _key_gradient_kernel, lambda tile: (B * T * H, 1, 1),
-                (k, kr, v, x.beta, _flags(x, k), cos, sin, G, F, P[0], P[-1], dk, dk_rot, dbeta),
-                (*_tokens(k), *_tokens(kr), *_tokens(v), *x.beta.stride(), *_tokens(dk), *dbeta.stride(),
-                 H, T, N // T),
-                {"D": D, "R": R, "BD": _blocks(D)[0], "ROTARY": rotary, "MASK": x.mask is not None,
-                 "REVERSE": reverse, "PRECISION": precision},
-            )  # fmt: skip
+            tensors = k, kr, v, x.beta, _flags(x, k), cos, sin, G, F, P[0], P[-1], dk, dk_rot, dbeta
+            strides = (*_tokens(k), *_tokens(kr), *_tokens(v), *x.beta.stride(), *_tokens(dk), *dbeta.stride()[1:])
+            options = {"D": D, "R": R, "BD": BD, "ROTARY": rotary, "MASK": x.mask is not None, "REVERSE": reverse}
+            if NB > 1:
+                _launch(
+                    _wide_key_gradient_kernel, lambda tile: (B * T * H * NB, 1, 1),
+                    tensors, (*strides, H, T, N // T, dbeta.stride(0)),
+                    {**options, "NB": NB, "PRECISION": self._precision(k.dtype)},
+                )  # fmt: skip
+            else:
+                _launch(
+                    _key_gradient_kernel, lambda tile: (B * T * H, 1, 1), tensors, (*strides, H, T, N // T),
+                    {**options, "PRECISION": self._precision(k.dtype)},
+                )  # fmt: skip
         # dv = beta dU k~: keys meet the adjoint states as queries meet the states.
         dv = self._met_by(k, k_rot, x.beta, "beta", x, G, F if reverse else None, R > D, 0.0)
-        return dk, dv, dbeta, ddecay, dk_rot if rotary == "given" else None
+        gates = dbeta.sum(0).to(x.beta.dtype), ddecay.sum(0).to(x.decay.dtype)
+        if NB == 1:
+            gates = dbeta[0], ddecay[0]
+        return dk, dv, *gates, dk_rot if rotary == "given" else None
 
     # the primitive's two chains: X_t = X_{t-1} A_t + B_t with any A (BH, T, D, D), B (BH, T, R, D), R = D and R = 1
 
@@ -1596,17 +1908,3 @@ def _whole(dX: Tensor, dx: Tensor | None) -> Tensor:
     if dX.stride(-3) == (D + 1) * D:
         return dX.as_strided((B, H, T, D + 1, D), dX.stride())
     return torch.cat([dX, dx.unsqueeze(-2)], -2)
-
-
-def _with_rotated(x: Inputs) -> Inputs:
-    """The inputs as `torch_kernels` takes them: rotated tokens in place of tables."""
-    if x.cos is None or x.sin is None:
-        return x
-    return x._replace(q_rot=apply_rotary(x.q, x.cos, x.sin), k_rot=apply_rotary(x.k, x.cos, x.sin), cos=None, sin=None)
-
-
-def _turned_back(plain: Tensor, rotated: Tensor | None, x: Inputs) -> tuple[Tensor, Tensor | None]:
-    """The gradients of tokens and of rotated tokens, as one where the rotation was ours."""
-    if x.cos is None or x.sin is None or rotated is None:
-        return plain, rotated
-    return plain + apply_rotary(rotated, x.cos, -x.sin), None

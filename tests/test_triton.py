@@ -130,6 +130,27 @@ def test_ugly_shapes(T, S, H, D):
     check_against_the_loop(T=T, S=S, H=H, D=D, rotary="tables")
 
 
+@pytest.mark.parametrize(
+    ("D", "options"),
+    [
+        (144, {"rotary": "none", "masked": True, "state": True}),
+        (144, {"rotary": "given", "normalize": False, "chunk_frames": 2}),
+        (131, {"rotary": "none"}),
+        (256, {"rotary": "given", "masked": True}),
+        (256, {"rotary": "tables", "dtype": torch.float16, "bound": 3 * HALF[torch.float16]}),
+        (144, {"rotary": "tables", "dtype": torch.bfloat16, "bound": 3 * HALF[torch.bfloat16]}),
+    ],
+)
+def test_heads_of_several_channel_blocks(D, options):
+    check_against_the_loop(**{"S": 3, "H": 1, "D": D, **options})
+
+
+@pytest.mark.parametrize("rotary", ["none", "given", "tables"])
+def test_narrow_blocks_for_a_device_of_little_shared_memory(monkeypatch, rotary):
+    monkeypatch.setattr(triton_kernels, "_shared_memory", lambda device: 0)
+    check_against_the_loop(D=24, rotary=rotary, masked=True, state=True)
+
+
 @pytest.mark.parametrize("D", [24, 33])
 def test_an_odd_head_dimension_needs_no_tables(D):
     check_against_the_loop(D=D, rotary="none", state=True)

@@ -38,6 +38,9 @@ def gradients(inputs, function, direction, dtype=None):
         (ODD, torch.bfloat16, "tables"),
         (ODD, torch.float32, "given"),
         (WIDE, torch.bfloat16, "given"),
+        (WIDE, torch.float16, "tables"),
+        (WIDE, torch.float32, "tables"),
+        ({**WIDE, "D": 144}, torch.bfloat16, "tables"),
     ],
 )
 def test_no_error_is_beyond_twice_that_of_plain_torch(shape, dtype, rotary):

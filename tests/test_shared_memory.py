@@ -1,0 +1,122 @@
+"""Every launch has a tile that fits an RTX 4090's shared memory: its kernel is compiled for it, which needs no GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+#: Shared memory that a block of sm_89 may have, in bytes.
+LIMIT = 101376
+
+
+def launches(D, dtype, exact, rotary):
+    """What one call of `bidirectional_gdn` and of the primitive launches, forward and backward, cut into spans.
+
+    (kernel, tensors, numbers, options, tiles) of each `_launch`, which is not run: what tensors hold is arbitrary.
+    """
+    from frame_gdn import triton_kernels
+    from frame_gdn.scan import GDNOptions, ScanOptions, frame_scan, gdn_scan
+    from frame_gdn.torch_kernels import Inputs
+
+    found = []
+
+    def record(kernel, grid, tensors, numbers, options, tiles=None):
+        found.append((kernel, tensors, numbers, options, tiles or triton_kernels._TILES[kernel, options["PRECISION"]]))
+
+    triton_kernels._launch = record
+    triton_kernels._shared_memory = lambda device: LIMIT
+    B, T, S, H = 1, 4, 16, 1
+
+    def tensor(*shape, dtype=dtype):
+        return torch.empty(*shape, dtype=dtype, requires_grad=True)
+
+    q, k, v = (tensor(B, T * S, H, D) for _ in range(3))
+    rotated = [tensor(B, T * S, H, D) if rotary == "given" else None for _ in range(2)]
+    tables = [tensor(T * S, D // 2, dtype=torch.float32).detach() if rotary == "tables" else None for _ in range(2)]
+    x = Inputs(q, k, v, tensor(B, T * S, H), tensor(B, T, H, dtype=torch.float32), *rotated, None, *tables)
+    S0, z0 = tensor(B, H, D, D, dtype=torch.float32), tensor(B, H, D, dtype=torch.float32)
+    for spans in (1, 2):
+        steps = triton_kernels.TritonSteps(exact=exact, spans=spans)
+        options = GDNOptions(True, 1e-6, True, [False] * T, None, None, False, steps)
+        gdn_scan(x, S0, z0, options)[0].sum().backward()
+        if dtype == torch.float32:
+            A, rows = (tensor(H, T, D, D) for _ in range(2)), (tensor(H, T, D, D), tensor(H, T, 1, D))
+            X = frame_scan([*A], rows, (None, None), ScanOptions(False, None, "collective", None, steps))
+            (X[0].sum() + X[1].sum()).backward()
+    return found
+
+
+def compiled(kernel, tensors, numbers, options, tile, capability=89):
+    """The kernel as a launch with these arguments would have it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    kinds = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8"}
+    constants = {**options, **{name: n for name, n in tile.items() if name not in ("num_warps", "maxnreg")}}
+    signature, attributes = {}, {}
+    values = iter((*tensors, *numbers))
+    for i, parameter in enumerate(kernel.params):
+        if parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+            continue
+        value = next(values)
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = f"*{kinds[value.dtype]}"
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        elif value == 1:
+            signature[parameter.name], constants[parameter.name] = "constexpr", 1
+        else:
+            signature[parameter.name] = "i32" if value < 2**31 else "i64"
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
+    settings = {name: n for name, n in tile.items() if name in ("num_warps", "maxnreg")}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=settings)
+
+
+def misfits(D, dtype, exact, rotary):
+    """The launches none of whose tiles fits, least tile first: (kernel, options, bytes of the least)."""
+    tried, found = set(), []
+    for kernel, tensors, numbers, options, tiles in launches(D, getattr(torch, dtype), exact, rotary):
+        # Which way a scan runs and what enters it make no difference to what it holds.
+        same = {"HAS_IN", "HAS_IN0", "HAS_IN1", "HAS_STATES", "KINDS", "ENTERING", "CUT"}
+        key = (kernel.__name__, *(x for name, x in options.items() if name not in same))
+        if key in tried:
+            continue
+        tried.add(key)
+        sizes = (compiled(kernel, tensors, numbers, options, tile).metadata.shared for tile in reversed(tiles))
+        if all((least := size) > LIMIT for size in sizes):
+            found.append((kernel.__name__, options, least))
+    assert tried
+    return found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "64 float32 default tables",
+        "112 bfloat16 default tables",
+        "128 float16 default given",
+        "128 float32 default given",
+        "256 bfloat16 default tables",
+        "256 bfloat16 exact tables",
+    ],
+)
+def test_some_tile_of_every_launch_fits_an_rtx_4090(case):
+    """In a process of its own, where triton compiles; here it may interpret."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.test_shared_memory", *case.split()]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    D, dtype, precision, rotary = sys.argv[1:]
+    found = misfits(int(D), dtype, precision == "exact", rotary)
+    sys.exit("\n".join(map(str, found)) or 0)
