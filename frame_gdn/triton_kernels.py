@@ -1665,14 +1665,17 @@ class TritonSteps:
         """W_first ... W_last of the numerator and of the denominator, (B, H, D, D) each."""
         kinds, B, H, T, D, _ = tr.A.shape
         normalize = tr.U.shape[-2] > D
+        eye = torch.eye(D, dtype=torch.float32, device=tr.A.device)
         if tr.A.numel() == 0:
-            M = torch.eye(D, dtype=torch.float32, device=tr.A.device).expand(B, H, kinds, D, D)
+            M = eye.expand(B, H, 1, kinds, D, D)
         else:
             length = self._span_length(T, B * H, D, 0, 0, kinds, tr.A.device)
-            M = torch_kernels.product(
-                self._scan_spans(tr, tr.U, (), (), 0, False, length, kinds, keep=False)[2].transpose(2, 3)
-            )
-        found = [m.contiguous() for m in M.unbind(2)]
+            M = self._scan_spans(tr, tr.U, (), (), 0, False, length, kinds, keep=False)[2]
+            if length < T:  # rows that start at I, with no input, in full float32 whatever torch allows a product
+                rows = eye.repeat(B, H, kinds, 1)
+                nothing = M.new_zeros(M.shape).flatten(3, 4)
+                M = _compose(M, [nothing], [rows], T, length, (False, 0, 1), False)[1][0].unflatten(2, (1, kinds, D))
+        found = [m.contiguous() for m in M[:, :, 0].unbind(2)]
         return found + found if normalize and kinds == 1 else found
 
     def scan_states(

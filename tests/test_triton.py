@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from frame_gdn import cp_frame_gdn_scan, gdn, primitive
+from frame_gdn import cp_frame_gdn_scan, gdn, primitive, torch_kernels
 from frame_gdn.gdn import GDNState, bidirectional_gdn
 from frame_gdn.naive import naive_bidirectional_gdn, naive_frame_scan
-from frame_gdn.torch_kernels import Edges, apply_rotary
+from frame_gdn.torch_kernels import Edges, Inputs, apply_rotary
 
 from .helpers import relative_error
 
@@ -268,6 +268,20 @@ def test_spans_keep_a_state_that_lives_a_hundred_frames():
         states, _ = steps.scan_states(tr, Edges(None, None, None, None), [False] * T, reverse=False)
         errors[spans] = relative_error(states.S[:, :, -1], expected)
     assert errors[9] <= 1.2 * errors[1], errors
+
+
+@pytest.mark.parametrize("rotary", ["none", "given"])
+def test_the_transition_of_a_shard_is_the_same_in_spans(rotary):
+    inputs, _ = tokens(1, 7, 3, 2, 16, torch.float32)
+    rotated = [inputs["k"].flip(-1) if rotary == "given" else None] * 2
+    x = Inputs(*inputs.values(), *rotated, None)
+    found = []
+    for spans in (1, 3):
+        steps = triton_kernels.TritonSteps(spans=spans)
+        found.append(steps.shard_transitions(steps.transitions(x, normalize=True)))
+    expected = torch_kernels.shard_transitions(torch_kernels.transitions(x, normalize=True))
+    for one, three, plain in zip(*found, expected, strict=True):
+        assert relative_error(one, plain) <= FLOAT32 and relative_error(three, plain) <= FLOAT32
 
 
 @pytest.mark.parametrize("spans", [2, 5])
