@@ -17,9 +17,13 @@ from torch import Tensor
 
 # --- short convolution ------------------------------------------------------------------------------------------
 
-#: Channels of a program, tokens of a program of the backward pass, and how many frames are on their way to it while it
-#: works on one.
-_CHANNELS, _TOKENS, _AHEAD = 256, 4, 2
+#: Channels of a program, and how many frames are on their way to it while it works on one.
+_CHANNELS, _AHEAD = 256, 2
+#: How many turns of its walk are written out, which saves moving the window along: forward, backward, and backward
+#: with a halo, where it would cost registers.
+_UNROLL, _UNROLL_BACK, _UNROLL_HALO = 4, 2, 1
+#: Programs of the backward pass: as many as an H200 holds at once, or its last round would be nearly empty.
+_CONV_PROGRAMS = 1024
 
 
 @triton.jit
@@ -61,7 +65,7 @@ def _conv_kernel(
     x_ptr, past_ptr, future_ptr, weight_ptr, out_ptr,
     T, S, C, x_b, x_t, x_s, past_b, past_t, past_s, future_b, future_t, future_s, first_frame, chunk_frames,
     K: tl.constexpr, HAS_PAST: tl.constexpr, HAS_FUTURE: tl.constexpr, CHUNKED: tl.constexpr,
-    BC: tl.constexpr, AHEAD: tl.constexpr,
+    BC: tl.constexpr, AHEAD: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """A block of channels of one token, through all its frames.
 
@@ -91,7 +95,7 @@ def _conv_kernel(
             window = window + (frame.to(tl.float32),)
         else:
             coming = coming + (frame,)
-    for t in range(T):
+    for t in tl.range(T, loop_unroll_factor=UNROLL):
         frame = _load_frame(
             x_ptr, past_ptr, future_ptr, zero + t + (REACH + AHEAD), T, x_t, past_t, future_t, c, live,
             REACH, HAS_PAST, HAS_FUTURE,
@@ -111,32 +115,23 @@ def _conv_kernel(
 @triton.jit
 def _conv_backward_kernel(
     x_ptr, past_ptr, future_ptr, weight_ptr, dout_ptr, dx_ptr, dpast_ptr, dfuture_ptr, partial_ptr,
-    T, S, C, x_b, x_t, x_s, past_b, past_t, past_s, future_b, future_t, future_s, first_frame, chunk_frames,
+    T, S, C, x_b, x_t, x_s, past_b, past_t, past_s, future_b, future_t, future_s, first_frame, chunk_frames, tokens,
     K: tl.constexpr, HAS_PAST: tl.constexpr, HAS_FUTURE: tl.constexpr, CHUNKED: tl.constexpr,
-    BC: tl.constexpr, TOKENS: tl.constexpr, AHEAD: tl.constexpr,
+    BC: tl.constexpr, AHEAD: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """A block of channels of some tokens, through all frames and the halo: dx, and these tokens' part of dweight.
+    """A block of channels of every so many-th of the B S tokens, through all frames and the halo: dx, and these
+    tokens' part of dweight.
 
     Frame t met tap j in out_{t+j}, and in out_{t-j} unless a chunk ends between: with g_j = dout_{t+j} + dout_{t-j},
     dx_t = sum of w_j g_j, and dw_j = sum over t of x_t g_j.
     """
     REACH: tl.constexpr = K - 1
     blocks = tl.cdiv(C, BC)
-    groups = tl.cdiv(S, TOKENS)
-    pid = tl.program_id(0)
-    c = (pid % blocks) * BC + tl.arange(0, BC)
-    group = (pid // blocks) % groups
-    b = (pid // blocks // groups).to(tl.int64)
+    group, groups = tl.program_id(0) // blocks, tl.num_programs(0) // blocks
+    c = (tl.program_id(0) % blocks) * BC + tl.arange(0, BC)
     zero = tl.full([], 0, tl.int64)
     live = c < C
-    x_ptr += b * x_b
-    past_ptr += b * past_b
-    future_ptr += b * future_b
-    dout_ptr += b * T * S * C
-    dx_ptr += b * T * S * C
-    dpast_ptr += b * REACH * S * C
-    dfuture_ptr += b * REACH * S * C
-    partial_ptr += (b * groups + group) * K * C
+    partial_ptr += group * K * C
     taps = _load_taps(weight_ptr, c, live, K)
     dtaps = _nothing()
     for _ in tl.static_range(K):
@@ -146,12 +141,18 @@ def _conv_backward_kernel(
         first = -REACH
     if HAS_FUTURE:
         stop = T + REACH
-    for s in range(group * TOKENS, tl.minimum((group + 1) * TOKENS, S)):
-        row = zero + s
+    for token in range(group, tokens, groups):
+        b, s = zero + token // S, zero + token % S
+        x_row, past_row, future_row = x_ptr + b * x_b + s * x_s, past_ptr, future_ptr
+        if HAS_PAST:
+            past_row += b * past_b + s * past_s
+        if HAS_FUTURE:
+            future_row += b * future_b + s * future_s
+        dout_row = dout_ptr + (b * T * S + s) * C
         window, coming, xs = _nothing(), _nothing(), _nothing()
         for i in tl.static_range(2 * REACH + AHEAD):
             frame = _load_frame(
-                dout_ptr + row * C, dout_ptr, dout_ptr, zero + first + (i - REACH), T, S * C, 0, 0, c, live,
+                dout_row, dout_ptr, dout_ptr, zero + first + (i - REACH), T, S * C, 0, 0, c, live,
                 REACH, False, False,
             )  # fmt: skip
             if i < 2 * REACH:
@@ -160,19 +161,19 @@ def _conv_backward_kernel(
                 coming = coming + (frame,)
         for i in tl.static_range(AHEAD):
             frame = _load_frame(
-                x_ptr + row * x_s, past_ptr + row * past_s, future_ptr + row * future_s, zero + first + i,
-                T, x_t, past_t, future_t, c, live, REACH, HAS_PAST, HAS_FUTURE,
+                x_row, past_row, future_row, zero + first + i, T, x_t, past_t, future_t, c, live,
+                REACH, HAS_PAST, HAS_FUTURE,
             )  # fmt: skip
             xs = xs + (frame,)
-        for t in range(first, stop):
+        for t in tl.range(first, stop, loop_unroll_factor=UNROLL):
             frame = _load_frame(
-                dout_ptr + row * C, dout_ptr, dout_ptr, zero + t + (REACH + AHEAD), T, S * C, 0, 0, c, live,
+                dout_row, dout_ptr, dout_ptr, zero + t + (REACH + AHEAD), T, S * C, 0, 0, c, live,
                 REACH, False, False,
             )  # fmt: skip
             coming = coming + (frame,)
             frame = _load_frame(
-                x_ptr + row * x_s, past_ptr + row * past_s, future_ptr + row * future_s, zero + t + AHEAD,
-                T, x_t, past_t, future_t, c, live, REACH, HAS_PAST, HAS_FUTURE,
+                x_row, past_row, future_row, zero + t + AHEAD, T, x_t, past_t, future_t, c, live,
+                REACH, HAS_PAST, HAS_FUTURE,
             )  # fmt: skip
             xs = xs + (frame,)
             window = window + (coming[0].to(tl.float32),)
@@ -187,12 +188,12 @@ def _conv_backward_kernel(
                 dx += taps[j] * g
                 sums = sums + (dtaps[j] + x * g,)
             dtaps = sums
-            ptr = dx_ptr + (zero + t) * S * C
+            ptr = dx_ptr + ((b * T + t) * S + s) * C
             if HAS_PAST:
-                ptr = tl.where(t < 0, dpast_ptr + (zero + t + REACH) * S * C, ptr)
+                ptr = tl.where(t < 0, dpast_ptr + ((b * REACH + t + REACH) * S + s) * C, ptr)
             if HAS_FUTURE:
-                ptr = tl.where(t >= T, dfuture_ptr + (zero + t - T) * S * C, ptr)
-            tl.store(ptr + row * C + c, dx.to(dx_ptr.dtype.element_ty), mask=live)
+                ptr = tl.where(t >= T, dfuture_ptr + ((b * REACH + t - T) * S + s) * C, ptr)
+            tl.store(ptr + c, dx.to(dx_ptr.dtype.element_ty), mask=live)
             window, coming, xs = window[1:], coming[1:], xs[1:]
     for j in tl.static_range(K):
         tl.store(partial_ptr + j * C + c, dtaps[K - 1 - j], mask=live)
@@ -224,7 +225,7 @@ def short_conv(
         _conv_kernel[(triton.cdiv(C, _CHANNELS) * S * B,)](
             x, before, after, weight.contiguous(), out, *_conv_sizes(x, before, after, first_frame, chunk_frames),
             K=weight.shape[-1], HAS_PAST=past is not None, HAS_FUTURE=future is not None,
-            CHUNKED=chunk_frames is not None, BC=_CHANNELS, AHEAD=_AHEAD, num_warps=2,
+            CHUNKED=chunk_frames is not None, BC=_CHANNELS, AHEAD=_AHEAD, UNROLL=_UNROLL, num_warps=2,
         )  # fmt: skip
     return out
 
@@ -238,17 +239,19 @@ def short_conv_backward(
     B, T, S, C = x.shape
     K = weight.shape[-1]
     dx, dpast, dfuture = (dout.new_empty(0 if t is None else t.shape) for t in (x, past, future))
-    groups = triton.cdiv(S, _TOKENS)
+    blocks = triton.cdiv(C, _CHANNELS)
+    groups = min(max(_CONV_PROGRAMS // blocks, 1), B * S)
     if dx.numel() == 0:
         return [dx, dpast.zero_(), dfuture.zero_(), torch.zeros_like(weight, memory_format=torch.contiguous_format)]
     x = _dense(x)
     before, after = (x if halo is None else _dense(halo) for halo in (past, future))
-    partial = torch.empty(B * groups, K, C, dtype=torch.float32, device=x.device)
-    _conv_backward_kernel[(triton.cdiv(C, _CHANNELS) * groups * B,)](
+    partial = torch.empty(groups, K, C, dtype=torch.float32, device=x.device)
+    _conv_backward_kernel[(blocks * groups,)](
         x, before, after, weight.contiguous(), dout.contiguous(), dx, dpast, dfuture, partial,
-        *_conv_sizes(x, before, after, first_frame, chunk_frames),
+        *_conv_sizes(x, before, after, first_frame, chunk_frames), B * S,
         K=K, HAS_PAST=past is not None, HAS_FUTURE=future is not None, CHUNKED=chunk_frames is not None,
-        BC=_CHANNELS, TOKENS=_TOKENS, AHEAD=_AHEAD, num_warps=2,
+        BC=_CHANNELS, AHEAD=_AHEAD, num_warps=2,
+        UNROLL=_UNROLL_BACK if past is None and future is None else _UNROLL_HALO,
     )  # fmt: skip
     return [
         dx,
@@ -292,43 +295,84 @@ _PROGRAMS = 512
 
 
 @triton.jit
-def _norm_kernel(
-    x_ptr, weight_ptr, out_ptr, N, C, x_b, x_n, eps, scale, BC: tl.constexpr
-):  # fmt: skip
+def _load_row(ptr, C: tl.constexpr, BC: tl.constexpr):
+    """Channels by blocks: padded to a power of two in one piece, up to half the work would be on nothing."""
+    row = _nothing()
+    for first in tl.static_range(0, C, BC):
+        c = first + tl.arange(0, BC)
+        if first + BC <= C:
+            row = row + (tl.load(ptr + c),)
+        else:
+            row = row + (tl.load(ptr + c, mask=c < C, other=0.0),)
+    return row
+
+
+@triton.jit
+def _store_block(ptr, x, i, C: tl.constexpr, BC: tl.constexpr):
+    c = i * BC + tl.arange(0, BC)
+    if (i + 1) * BC <= C:
+        tl.store(ptr + c, x.to(ptr.dtype.element_ty))
+    else:
+        tl.store(ptr + c, x.to(ptr.dtype.element_ty), mask=c < C)
+
+
+@triton.jit
+def _norm_kernel(x_ptr, weight_ptr, out_ptr, N, x_b, x_n, eps, scale, C: tl.constexpr, BC: tl.constexpr):
     """One row: scale · relu(x / rms · w). A NaN stays one."""
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, BC)
-    live = c < C
-    x = tl.load(x_ptr + (row // N) * x_b + (row % N) * x_n + c, mask=live, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + c, mask=live, other=0.0).to(tl.float32)
-    out = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / C + eps)) * weight
-    out = tl.where(out < 0.0, 0.0, out) * scale
-    tl.store(out_ptr + row * C + c, out.to(out_ptr.dtype.element_ty), mask=live)
+    zero = tl.full([], 0, tl.int64)
+    row = tl.program_id(0)
+    x = _load_row(x_ptr + (zero + row // N) * x_b + (zero + row % N) * x_n, C, BC)
+    weight = _load_row(weight_ptr, C, BC)
+    squares = tl.zeros((BC,), dtype=tl.float32)
+    for i in tl.static_range(len(x)):
+        squares += x[i].to(tl.float32) * x[i].to(tl.float32)
+    r = 1.0 / tl.sqrt(tl.sum(squares, 0) / C + eps)
+    for i in tl.static_range(len(x)):
+        out = x[i].to(tl.float32) * r * weight[i].to(tl.float32)
+        out = tl.maximum(out, 0.0, propagate_nan=tl.PropagateNan.ALL) * scale
+        _store_block(out_ptr + (zero + row) * C, out, i, C, BC)
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
 
 
 @triton.jit
 def _norm_backward_kernel(
-    x_ptr, weight_ptr, dout_ptr, dx_ptr, partial_ptr, rows, N, C, x_b, x_n, eps, scale, BC: tl.constexpr
+    x_ptr, weight_ptr, dout_ptr, dx_ptr, partial_ptr, rows, N, x_b, x_n, eps, scale, C: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
-    """With r = 1 / rms and g = scale · dout where the ReLU was open: dx = r (g w - x r² <g w, x> / C) and
-    dw = sum over rows of g x r."""
+    """With r = 1 / rms and g = dout where the ReLU was open: dx = scale r (g w - x r² <g w, x> / C) and
+    dw = sum over rows of scale r g x. The next row is on its way while one is worked on."""
     pid, programs = tl.program_id(0), tl.num_programs(0)
-    c = tl.arange(0, BC)
-    live = c < C
-    weight = tl.load(weight_ptr + c, mask=live, other=0.0).to(tl.float32)
-    dweight = tl.zeros((BC,), dtype=tl.float32)
     zero = tl.full([], 0, tl.int64)
-    for i in range(pid, rows, programs):
-        row = zero + i
-        x = tl.load(x_ptr + (row // N) * x_b + (row % N) * x_n + c, mask=live, other=0.0).to(tl.float32)
-        g = tl.load(dout_ptr + row * C + c, mask=live, other=0.0).to(tl.float32) * scale
-        g = tl.where(x * weight <= 0.0, 0.0, g)
-        gw = g * weight
-        r = 1.0 / tl.sqrt(tl.sum(x * x, 0) / C + eps)
-        dx = r * (gw - x * (r * r * tl.sum(gw * x, 0) / C))
-        tl.store(dx_ptr + row * C + c, dx.to(dx_ptr.dtype.element_ty), mask=live)
-        dweight += g * x * r
-    tl.store(partial_ptr + pid * C + c, dweight, mask=live)
+    weight = _load_row(weight_ptr, C, BC)
+    dweight = _nothing()
+    for _ in tl.static_range(len(weight)):
+        dweight = dweight + (tl.zeros((BC,), dtype=tl.float32),)
+    for row in tl.range(pid, rows, programs, num_stages=2):
+        x = _load_row(x_ptr + (zero + row // N) * x_b + (zero + row % N) * x_n, C, BC)
+        dout = _load_row(dout_ptr + (zero + row) * C, C, BC)
+        squares, products = tl.zeros((BC,), dtype=tl.float32), tl.zeros((BC,), dtype=tl.float32)
+        wide, g = _nothing(), _nothing()
+        for i in tl.static_range(len(x)):
+            wide = wide + (x[i].to(tl.float32),)
+            before_relu = wide[i] * weight[i].to(tl.float32)
+            g = g + (tl.where(before_relu <= 0.0, 0.0, dout[i].to(tl.float32)),)
+            squares += wide[i] * wide[i]
+            products += g[i] * before_relu
+        square, product = tl.reduce((squares, products), 0, _add_pairs)
+        r = 1.0 / tl.sqrt(square / C + eps)
+        along = scale * r * r * r * product / C
+        sums = _nothing()
+        for i in tl.static_range(len(x)):
+            rg = scale * r * g[i]
+            dx = rg * weight[i].to(tl.float32) - along * wide[i]
+            _store_block(dx_ptr + (zero + row) * C, dx, i, C, BC)
+            sums = sums + (dweight[i] + rg * wide[i],)
+        dweight = sums
+    for i in tl.static_range(len(dweight)):
+        _store_block(partial_ptr + pid * C, dweight[i], i, C, BC)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -338,8 +382,9 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _norm_options(C: int) -> dict[str, int]:
-    BC = triton.next_power_of_2(C)
-    return {"BC": BC, "num_warps": min(max(BC // 512, 1), 16)}
+    """Eight to thirty-two channels a thread, four at a time."""
+    num_warps = min(max(triton.next_power_of_2(C) // 1024, 1), 16)
+    return {"C": C, "BC": 128 * num_warps, "num_warps": num_warps}
 
 
 @torch.library.custom_op("frame_gdn::norm_relu", mutates_args=())
@@ -350,7 +395,7 @@ def norm_relu(x: Tensor, weight: Tensor, eps: float, scale: float) -> Tensor:
         x = _rows(x)
         B, N, C = x.shape
         _norm_kernel[(B * N,)](
-            x, weight.contiguous(), out, N, C, x.stride(0), x.stride(1), eps, scale, **_norm_options(C)
+            x, weight.contiguous(), out, N, x.stride(0), x.stride(1), eps, scale, **_norm_options(C)
         )
     return out
 
@@ -366,7 +411,7 @@ def norm_relu_backward(dout: Tensor, x: Tensor, weight: Tensor, eps: float, scal
     programs = min(_PROGRAMS, B * N)
     partial = torch.empty(programs, C, dtype=torch.float32, device=x.device)
     _norm_backward_kernel[(programs,)](
-        x, weight.contiguous(), dout.contiguous(), dx, partial, B * N, N, C, x.stride(0), x.stride(1), eps, scale,
+        x, weight.contiguous(), dout.contiguous(), dx, partial, B * N, N, x.stride(0), x.stride(1), eps, scale,
         **_norm_options(C),
     )  # fmt: skip
     return dx, partial.sum(0).to(weight.dtype)

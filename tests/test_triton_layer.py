@@ -14,6 +14,8 @@ from .test_triton import DEVICE, poisoned_memory  # noqa: F401 (a fixture)
 
 pytest.importorskip("triton")
 
+from frame_gdn import triton_layer
+
 #: What float32 sums in another order may differ by.
 FLOAT32 = 1e-6
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -65,6 +67,13 @@ def convolution(chunk_frames=None, first_frame=0):
     return run
 
 
+def scaled_norm(backend, x, weight):
+    norm = ReLURMSNorm(x.shape[-1], eps=1e-5)
+    del norm.weight
+    norm.weight = weight
+    return norm(x, 0.3, backend)
+
+
 @pytest.mark.parametrize("chunk_frames", [None, 1, 2, 3])
 @pytest.mark.parametrize("halo", ["none", "past", "both"])
 def test_convolution_with_chunks_and_halos(chunk_frames, halo):
@@ -114,15 +123,22 @@ def test_a_frame_that_no_tap_reaches_may_hold_anything():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("B", "N", "C"), [(1, 1, 24), (2, 5, 112), (1, 7, 336), (1, 600, 5)])
+@pytest.mark.parametrize(("B", "N", "C"), [(1, 1, 24), (2, 5, 112), (1, 7, 336), (1, 3, 2240)])
 def test_norm_with_relu_and_scale(dtype, B, N, C):
-    def run(backend, x, weight):
-        norm = ReLURMSNorm(C, eps=1e-5)
-        del norm.weight
-        norm.weight = weight
-        return norm(x, 0.3, backend)
+    check(scaled_norm, {"x": slice_of_qkv(B, 1, N, C, dtype).squeeze(1), "weight": 1 + 0.3 * random(C, dtype=dtype)})
 
-    check(run, {"x": slice_of_qkv(B, 1, N, C, dtype).squeeze(1), "weight": 1 + 0.3 * random(C, dtype=dtype)})
+
+@pytest.mark.parametrize("halo", [False, True])
+def test_programs_that_sum_over_many_tokens(halo, monkeypatch):
+    """Several a program, one program with fewer."""
+    monkeypatch.setattr(triton_layer, "_CONV_PROGRAMS", 4)
+    monkeypatch.setattr(triton_layer, "_PROGRAMS", 4)
+    inputs = {"x": slice_of_qkv(2, 3, 5, 24, torch.float32), "weight": random(24, 1, 3)}
+    if halo:
+        inputs["past"], inputs["future"] = random(2, 2, 2, 5, 24).unbind(0)
+    check(convolution(2 if halo else None), inputs)
+
+    check(scaled_norm, {"x": slice_of_qkv(2, 1, 7, 24, torch.float32).squeeze(1), "weight": random(24)})
 
 
 def test_norm_keeps_zeros_finite_and_a_nan_visible():
@@ -247,8 +263,6 @@ def test_the_compiler_takes_the_layer_whole():
 
 
 def test_the_operators_keep_the_rules_of_operators():
-    from frame_gdn import triton_layer
-
     x, weight = slice_of_qkv(1, 3, 2, 8, torch.float32).requires_grad_(), random(8, 1, 2).requires_grad_()
     past = random(1, 1, 2, 8).requires_grad_()
     gamma = random(8).requires_grad_()

@@ -7,7 +7,7 @@ from frame_gdn import BidirectionalGDN
 from frame_gdn.layer import ReLURMSNorm, TemporalShortConv, gated
 
 from ..helpers import fill_randomly, relative_error
-from ..test_triton_layer import check, convolution, random, slice_of_qkv
+from ..test_triton_layer import check, convolution, random, scaled_norm, slice_of_qkv
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,13 +28,9 @@ def test_convolution_between_two_halos(dtype, chunk_frames):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_with_relu_and_scale(dtype):
-    def run(backend, x, weight):
-        norm = ReLURMSNorm(C, eps=1e-5)
-        del norm.weight
-        norm.weight = weight
-        return norm(x, 0.3, backend)
-
-    check(run, {"x": slice_of_qkv(1, 5, S, C, dtype).flatten(1, 2), "weight": 1 + 0.3 * random(C, dtype=dtype)})
+    check(
+        scaled_norm, {"x": slice_of_qkv(1, 5, S, C, dtype).flatten(1, 2), "weight": 1 + 0.3 * random(C, dtype=dtype)}
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
