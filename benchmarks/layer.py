@@ -36,6 +36,8 @@ FRAMES, TRAIN_FRAMES, PARTS_FRAMES, ERROR_FRAMES = (11, 41, 121), 41, 41, 11
 VS_TORCH_BAR = 2.0
 SANA_WM = {"H": 20, "D": 112, "height": 22, "width": 40}
 TINY = {"H": 2, "D": 16, "height": 2, "width": 3}
+NAMES = {"ours": "frame_gdn, Triton", "torch": "frame_gdn, plain PyTorch", "diffusers": "diffusers, eager"}
+PART_NAMES = {"conv": "short convolution", "norm": "norm with ReLU", "gate": "output gate"}
 #: Tokens' worth of traffic: what a part reads and writes, in units of (N, C) bfloat16.
 TRAFFIC = {"conv": 2, "norm": 2, "gate": 3, "conv_backward": 3, "norm_backward": 3, "gate_backward": 5}
 
@@ -207,11 +209,12 @@ def training(layer: BidirectionalGDN, host: nn.Module | None, T: int, size: Json
 
 
 def parts(layer: BidirectionalGDN, T: int, size: Json, options: Json) -> Json:
-    """What surrounds the scan, forward and backward, as the layer calls it: keys are a slice of the projection."""
+    """What surrounds the scan, forward and backward, as the layer calls it: keys are a slice of the projection, the
+    scan's output is contiguous."""
     x, _ = make_inputs(T, size, options["device"], torch.bfloat16)
     S = size["height"] * size["width"]
     k = layer.qkv(x).chunk(3, -1)[1].detach().requires_grad_()
-    gate = torch.randn_like(x).requires_grad_()
+    scanned, gate = (torch.randn_like(x).requires_grad_() for _ in range(2))
     direction = torch.randn_like(x)
     assert layer.conv_k is not None
     conv, norm = layer.conv_k, layer.k_norm
@@ -223,7 +226,7 @@ def parts(layer: BidirectionalGDN, T: int, size: Json, options: Json) -> Json:
                 [k, conv.weight],
             ),
             "norm": (lambda: norm(k, 0.1, backend), [k, norm.weight]),
-            "gate": (lambda: gated(k, gate, k.dtype, backend), [k, gate]),
+            "gate": (lambda: gated(scanned, gate, x.dtype, backend), [scanned, gate]),
         }
 
     def without_grad(run: Run) -> Run:
@@ -277,6 +280,42 @@ def summarize(raw: Json) -> dict[str, float | None]:
         **{f"{name}_vs_floor": (ms(surroundings, name) or 0.0) / floors[name] for name in TRAFFIC},
         **{f"{name}_vs_torch": ratio(surroundings, f"{name}_torch", name) for name in TRAFFIC},
     }
+
+
+def table(raw: Json) -> str:
+    """The README's table, as Markdown: beside each time, how many of ours it is."""
+    train, summary = raw[f"train_t{TRAIN_FRAMES}"]["contestants"], raw["summary"]
+    forwards = {T: raw[f"forward_t{T}"]["contestants"] for T in FRAMES}
+    lines = [
+        f"| a layer, forward, ms | {' | '.join(f'T {T}' for T in FRAMES)} | relative error "
+        f"| extra peak, T {FRAMES[-1]} | forward + backward, T {TRAIN_FRAMES} | its extra peak |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, label in NAMES.items():
+        if name not in train:
+            continue
+
+        def cell(contestants: Json, name: str = name) -> str:
+            ms, ours = (statistics.median(contestants[who]["ms"]) for who in (name, "ours"))
+            return f"{ms:.3g}" if name == "ours" else f"{ms:.3g} ({ms / ours:.1f}×)"
+
+        largest = forwards[FRAMES[-1]][name]
+        times = " | ".join(cell(forwards[T]) for T in FRAMES)
+        memory = f"{largest['error']:.1e} | {largest['extra_peak_gib']:.1f} GiB"
+        lines.append(f"| {label} | {times} | {memory} | {cell(train)} | {train[name]['extra_peak_gib']:.1f} GiB |")
+    parts = ", ".join(
+        f"{label} {summary[f'{name}_vs_floor']:.2f} ({summary[f'{name}_backward_vs_floor']:.2f})"
+        for name, label in PART_NAMES.items()
+    )
+    shape = raw["shape"]
+    versions = ", ".join(f"{name} {version}" for name, version in raw["versions"].items())
+    lines += [
+        "",
+        f"B {shape['B']}, H {shape['H']}, D {shape['D']}, S {shape['S']}, {shape['dtype']}; {raw['device']}, "
+        f"{versions}; `{raw['command']}`: medians of interleaved calls, errors against float64. What surrounds "
+        f"the scan, forward (backward), T {PARTS_FRAMES}, in multiples of what reading and writing it takes at a copy's speed: {parts}.",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:

@@ -5,11 +5,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks import sana_wm
+from benchmarks import layer, sana_wm
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "scan.json"
 PLOT = HERE / "results" / "scan.png"
+LAYER = HERE / "results" / "layer.json"
 SANA_WM = HERE / "results" / "sana_wm.json"
 SANA_WM_PLOT = HERE / "results" / "sana_wm.png"
 README = HERE.parent / "README.md"
@@ -75,6 +76,8 @@ def section(readme: str, name: str, content: str) -> str:
 def filled(readme: str) -> str:
     """The README with its tables made anew."""
     readme = section(readme, "scan", table(json.loads(RESULTS.read_text())))
+    if LAYER.exists():
+        readme = section(readme, "layer", layer.table(json.loads(LAYER.read_text())))
     shown = f"\n![where a forward pass spends its time]({SANA_WM_PLOT.relative_to(HERE.parent)})\n"
     return section(readme, "sana_wm", sana_wm.table(json.loads(SANA_WM.read_text())) + shown)
 
