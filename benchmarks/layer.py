@@ -312,8 +312,9 @@ def table(raw: Json) -> str:
     lines += [
         "",
         f"B {shape['B']}, H {shape['H']}, D {shape['D']}, S {shape['S']}, {shape['dtype']}; {raw['device']}, "
-        f"{versions}; `{raw['command']}`: medians of interleaved calls, errors against float64. What surrounds "
-        f"the scan, forward (backward), T {PARTS_FRAMES}, in multiples of what reading and writing it takes at a copy's speed: {parts}.",
+        f"{versions}; `{raw['command']}`: medians of interleaved calls, errors against float64. What surrounds the "
+        f"scan, forward (backward), T {PARTS_FRAMES}, in multiples of what reading and writing it takes at a copy's "
+        f"speed: {parts}.",
     ]
     return "\n".join(lines) + "\n"
 
