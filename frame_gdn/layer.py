@@ -254,7 +254,9 @@ class BidirectionalGDN(FrameSharded):
             initial_state=state, output_final_state=output_final_state, chunk_frames=chunk_frames,
             eps=self.eps, group=self.group, frames_per_rank=counts, backend=self.backend,
         )  # fmt: skip
-        out = self.proj(gated(out.flatten(2), self.output_gate(x), v.dtype, self.backend))
+        dtype = v.dtype
+        del q, k, v  # with the projection that they are views of, five of the eight (B, N, C) that would be held here
+        out = self.proj(gated(out.flatten(2), self.output_gate(x), dtype, self.backend))
         if final is not None:
             final = GDNState(final.S, final.z, final.frames, conv_tail)
         return out, final
