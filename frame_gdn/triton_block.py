@@ -185,7 +185,7 @@ def modulated_norm(
         _modulated_norm_kernel[(B * T * triton.cdiv(N // T, R),)](
             x, shift, scale, _frames(mask), out, stats,
             T, N // T, *_ends(x), *_ends(shift), *_ends(scale), B * N, eps,
-            HAS_MASK=mask is not None, C=C, **_tile(C, 256, 10), R=R, num_warps=R,
+            HAS_MASK=mask is not None, C=C, **_tile(C, 512, 5), R=R, num_warps=R,
         )  # fmt: skip
     return out, stats
 

@@ -315,7 +315,7 @@ def glu_conv_backward(dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor | No
     else:
         partial = partial.new_zeros(1, K * K + 1, C)
     sums = partial.sum(0)
-    dweight = sums[:-1].t().reshape(weight.shape).to(weight.dtype, memory_format=torch.contiguous_format)
+    dweight = sums[:-1].t().reshape(weight.shape).to(weight.dtype).contiguous()
     return [dx, dweight, x.new_empty(0) if bias is None else sums[-1].to(bias.dtype, copy=True)]
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 # --- short convolution ------------------------------------------------------------------------------------------
 
-#: Channels of a program, and how many frames are on their way to it while it works on one.
-_CHANNELS, _AHEAD = 256, 2
+#: Channels of a program, and how many frames are on their way to it while it works on one: forward, backward.
+_CHANNELS, _AHEAD, _AHEAD_BACK = 256, 3, 2
 #: How many turns of its walk are written out, which saves moving the window along: forward, backward, and backward
 #: with a halo, where it would cost registers.
 _UNROLL, _UNROLL_BACK, _UNROLL_HALO = 4, 2, 1
@@ -250,15 +250,10 @@ def short_conv_backward(
         x, before, after, weight.contiguous(), dout.contiguous(), dx, dpast, dfuture, partial,
         *_conv_sizes(x, before, after, first_frame, chunk_frames), B * S,
         K=K, HAS_PAST=past is not None, HAS_FUTURE=future is not None, CHUNKED=chunk_frames is not None,
-        BC=_CHANNELS, AHEAD=_AHEAD, num_warps=2,
+        BC=_CHANNELS, AHEAD=_AHEAD_BACK, num_warps=2,
         UNROLL=_UNROLL_BACK if past is None and future is None else _UNROLL_HALO,
     )  # fmt: skip
-    return [
-        dx,
-        dpast,
-        dfuture,
-        partial.sum(0).t().unsqueeze(1).to(weight.dtype, memory_format=torch.contiguous_format),
-    ]
+    return [dx, dpast, dfuture, partial.sum(0).t().unsqueeze(1).to(weight.dtype).contiguous()]
 
 
 @short_conv.register_fake
@@ -350,7 +345,7 @@ def _norm_backward_kernel(
     dweight = _nothing()
     for _ in tl.static_range(len(weight)):
         dweight = dweight + (tl.zeros((BC,), dtype=tl.float32),)
-    for row in tl.range(pid, rows, programs, num_stages=2):
+    for row in tl.range(pid, rows, programs, num_stages=3):
         x = _load_row(x_ptr + (zero + row // N) * x_b + (zero + row % N) * x_n, C, BC)
         dout = _load_row(dout_ptr + (zero + row) * C, C, BC)
         squares, products = tl.zeros((BC,), dtype=tl.float32), tl.zeros((BC,), dtype=tl.float32)
