@@ -35,9 +35,12 @@ CALLS = {
 }
 
 
+def arguments(shapes, options):
+    return *(None if shape is None else torch.randn(shape, device=DEVICE) for shape in shapes), *options
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_fakes_promise_what_comes(name):
     module, shapes, options = CALLS[name]
-    inputs = [None if shape is None else torch.randn(shape, device=DEVICE) for shape in shapes]
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(getattr(module, name), (*inputs, *options), test_utils=checks)
+    torch.library.opcheck(getattr(module, name), arguments(shapes, options), test_utils=checks)

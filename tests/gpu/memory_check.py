@@ -1,15 +1,16 @@
-"""One small call of every kernel, for a memory checker: `compute-sanitizer python -m tests.gpu.memory_check`."""
+"""Small calls of every kernel, for a memory checker: `compute-sanitizer python -m tests.gpu.memory_check`."""
 
 import torch
 
 from frame_gdn import cp_frame_gdn_scan, gdn, primitive, triton_kernels
 from frame_gdn.gdn import bidirectional_gdn
 
+from ..test_operators import CALLS, arguments
 from ..test_triton import tokens
 
 
 def main() -> None:
-    """In one span of frames and in two, at a narrow head and at one of two channel blocks."""
+    """The scan in one span of frames and in two, at a narrow head and at one of two channel blocks; the operators."""
     for spans, D in ((1, 24), (2, 24), (2, 144)):
         for module in (gdn, primitive):
             module.pick_backend = lambda *_, spans=spans: triton_kernels.TritonSteps(spans=spans)
@@ -20,6 +21,8 @@ def main() -> None:
         chains = [torch.rand(2, 3, *size, device="cuda").requires_grad_() for size in ((D, D), (D, D), (D, D), (D,))]
         S, z = cp_frame_gdn_scan(*chains)
         (S.sum() + z.sum()).backward()
+    for name, (module, shapes, options) in CALLS.items():
+        getattr(module, name)(*arguments(shapes, options))
     torch.cuda.synchronize()
 
 
