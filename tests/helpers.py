@@ -1,7 +1,13 @@
 """What several tests share."""
 
+import pytest
 import torch
 from torch import Tensor, nn
+
+NEEDS_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def relative_error(ours: Tensor, reference: Tensor) -> float:

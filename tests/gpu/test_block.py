@@ -3,14 +3,11 @@
 import pytest
 import torch
 
-from ..helpers import relative_error
+from ..helpers import NEEDS_GPU, relative_error
 from ..test_triton_block import modulated_norm, padded, residual, rotary, slices
 from ..test_triton_layer import check, random
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS_GPU
 
 T, S, H, D = 5, 880, 20, 112
 C = H * D

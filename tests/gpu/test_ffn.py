@@ -6,14 +6,11 @@ from functools import partial
 import pytest
 import torch
 
-from ..helpers import fill_randomly, relative_error
+from ..helpers import NEEDS_GPU, fill_randomly, relative_error
 from ..test_triton_ffn import gated_convolution, inputs_of
 from ..test_triton_layer import check, random, values_and_gradients
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS_GPU
 
 C, HIDDEN, H, W = 2240, 6720, 22, 40
 

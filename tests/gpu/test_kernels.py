@@ -8,13 +8,10 @@ from frame_gdn.gdn import bidirectional_gdn
 from frame_gdn.naive import naive_bidirectional_gdn
 from frame_gdn.torch_kernels import apply_rotary
 
-from ..helpers import fill_randomly, relative_error
+from ..helpers import NEEDS_GPU, fill_randomly, relative_error
 from ..test_triton import check_against_the_loop, check_the_primitive, tokens, triton_kernels
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS_GPU
 
 SANA_WM = {"B": 1, "T": 5, "S": 880, "H": 20, "D": 112}
 ODD = {"B": 2, "T": 3, "S": 257, "H": 3, "D": 64}

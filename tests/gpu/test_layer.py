@@ -6,13 +6,10 @@ import torch
 from frame_gdn import BidirectionalGDN
 from frame_gdn.layer import ReLURMSNorm, TemporalShortConv, gated
 
-from ..helpers import fill_randomly, relative_error
+from ..helpers import NEEDS_GPU, fill_randomly, relative_error
 from ..test_triton_layer import check, convolution, random, scaled_norm, slice_of_qkv
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS_GPU
 
 C, S = 2240, 880
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -5,17 +5,14 @@ import torch
 
 from frame_gdn import swap
 
-from ..helpers import relative_error
+from ..helpers import NEEDS_GPU, relative_error
 
 pytest.importorskip("diffusers", minversion="0.42")
 
 from ..hosts.sana_wm import tiny_inputs, tiny_model, twin
 from ..hosts.test_sana_wm import film, sample, tiny_pipeline
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS_GPU
 
 MASK = torch.tensor([[1, 1, 1, 1, 0], [1, 0, 1, 1, 1]]).bool()
 

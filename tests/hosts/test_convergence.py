@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from frame_gdn import swap
-from tests.helpers import relative_error
+from tests.helpers import NEEDS_GPU, relative_error
 from tests.hosts.warm_start import keep_float64
 from training.config import ObjectiveConfig
 from training.data import VideoLatents
@@ -155,7 +155,7 @@ def test_float32_training_differs_by_less_than_the_hosts_own_rounding(
     assert_closer(swapped, plain_float32, plain_float64)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 def test_bfloat16_training_is_closer_to_plain_bfloat16_than_that_is_to_float32(
     config: dict[str, Any], device: str, data: list[Batch], plain_float32: Run
 ) -> None:

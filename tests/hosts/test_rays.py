@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers import relative_error
+from tests.helpers import NEEDS_GPU, relative_error
 
 pytest.importorskip("diffusers", minversion="0.42")
 
@@ -124,9 +124,9 @@ def test_the_operator_keeps_the_rules_of_operators() -> None:
     [
         (torch.float16, "cpu", (1, 33, 2, 16)),
         # The interpreter cuts bfloat16 off where a GPU rounds.
-        pytest.param(torch.bfloat16, "cuda", (1, 880 * 3, 20, 112), marks=pytest.mark.gpu),
-        pytest.param(torch.float16, "cuda", (2, 880, 20, 112), marks=pytest.mark.gpu),
-        pytest.param(torch.bfloat16, "cuda", (1, 77, 3, 24), marks=pytest.mark.gpu),  # rows end within a word
+        pytest.param(torch.bfloat16, "cuda", (1, 880 * 3, 20, 112), marks=NEEDS_GPU),
+        pytest.param(torch.float16, "cuda", (2, 880, 20, 112), marks=NEEDS_GPU),
+        pytest.param(torch.bfloat16, "cuda", (1, 77, 3, 24), marks=NEEDS_GPU),  # rows end within a word
     ],
 )
 def test_kernels_in_half_precision_are_as_close_as_the_plain_path(
