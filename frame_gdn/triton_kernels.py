@@ -23,7 +23,7 @@ carries S itself in float32, and the I of W is exact. W, S and every sum are flo
 Precision. bfloat16 tokens: products of tokens in bfloat16; where a state takes part, in float16 scaled by powers of
 two, which holds as many bits as TF32 in half the bytes, and so A is stored in float16. float16 tokens: the same, but A
 in float32 and states multiplied as three TF32 products. float32 tokens, and every dtype with precision="exact":
-float32's accuracy throughout, as three TF32 products or in plain float32.
+float32's accuracy throughout, as three TF32 products.
 """
 
 import functools
