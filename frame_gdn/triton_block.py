@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_layer import _dense, _nothing
+from .triton_layer import _dense, _nothing, operator
 
 #: Tokens of a program that sums a frame's gradients.
 _SHARE = 32
@@ -170,7 +170,7 @@ def _modulated_norm_backward_kernel(
         tl.store(dshift_ptr + i * BC + c, dshift, mask=i * BC + c < C)
 
 
-@torch.library.custom_op("frame_gdn::modulated_norm", mutates_args=())
+@operator("modulated_norm")
 def modulated_norm(
     x: Tensor, shift: Tensor, scale: Tensor, mask: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -190,7 +190,7 @@ def modulated_norm(
     return out, stats
 
 
-@torch.library.custom_op("frame_gdn::modulated_norm_backward", mutates_args=())
+@operator("modulated_norm_backward")
 def modulated_norm_backward(
     dout: Tensor, x: Tensor, shift: Tensor, scale: Tensor, mask: Tensor | None, stats: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -312,7 +312,7 @@ def _residual_backward_kernel(
         tl.store(partial_ptr + (frame * shares + share) * C + c, dgate, mask=c < C)
 
 
-@torch.library.custom_op("frame_gdn::residual", mutates_args=())
+@operator("residual")
 def residual(
     x: Tensor, h: Tensor, gate: Tensor | None, extra: Tensor | None, mask: Tensor | None, frames: int
 ) -> Tensor:
@@ -333,7 +333,7 @@ def residual(
     return out
 
 
-@torch.library.custom_op("frame_gdn::residual_backward", mutates_args=())
+@operator("residual_backward")
 def residual_backward(
     dout: Tensor, h: Tensor, gate: Tensor | None, mask: Tensor | None, frames: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -421,7 +421,7 @@ def _rotary_kernel(
         tl.store(out_ptr + row[:, None] * (H * D) + c[None, :], out.to(out_ptr.dtype.element_ty), mask=live)
 
 
-@torch.library.custom_op("frame_gdn::rotary", mutates_args=())
+@operator("rotary")
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     """Interleaved pairs of x (B, N, H, D) turned by the angles of the tables (1 or B, N, D/2), backwards with
     `inverse` -> like x, contiguous. The tables get no gradient."""

@@ -15,15 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_layer import _nothing, operator
+
 #: Channels of a program and its warps, two channels a thread; the most rows of a strip.
 _CHANNELS, _WARPS, _ROWS = 128, 2, 11
-
-
-@triton.jit
-def _nothing():
-    """The empty tuple, of a type that grows."""
-    return ()
-
 
 #: How the kernels take a sigmoid: as Triton does, which guards subnormal numbers in three times as many instructions;
 #: by the instructions meant for it, to the last bits of float32; by the hardware's tanh, to 2^-12, for bfloat16.
@@ -282,7 +277,7 @@ def _run_glu_conv(
     )  # fmt: skip
 
 
-@torch.library.custom_op("frame_gdn::glu_conv", mutates_args=())
+@operator("glu_conv")
 def glu_conv(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
     """value · SiLU(gate), where value and gate are the halves of depthwise(SiLU(x)) + bias, or of depthwise(x) + bias.
 
@@ -296,7 +291,7 @@ def glu_conv(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tens
     return out
 
 
-@torch.library.custom_op("frame_gdn::glu_conv_backward", mutates_args=())
+@operator("glu_conv_backward")
 def glu_conv_backward(dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> list[Tensor]:
     """Gradients of x, weight and bias (empty where there is none)."""
     images, H, W, C = x.shape

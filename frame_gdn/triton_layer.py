@@ -8,12 +8,30 @@ They are `torch.library` operators, eager or not: `torch.compile(fullgraph=True)
 device, and only inputs are kept for the backward pass.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+
+def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """`torch.library.custom_op`, run on its first tensor's device: Triton launches on the current one, another GPU
+    where a model was moved to "cuda:1" or spread by a device map."""
+
+    def register(function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def run(first: Tensor, *others: Any) -> Any:
+            with torch.cuda.device_of(first):
+                return function(first, *others)
+
+        return torch.library.custom_op(f"frame_gdn::{name}", run, mutates_args=())
+
+    return register
+
 
 # --- short convolution ------------------------------------------------------------------------------------------
 
@@ -211,7 +229,7 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@torch.library.custom_op("frame_gdn::short_conv", mutates_args=())
+@operator("short_conv")
 def short_conv(
     x: Tensor, past: Tensor | None, future: Tensor | None, weight: Tensor, chunk_frames: int | None, first_frame: int
 ) -> Tensor:
@@ -230,7 +248,7 @@ def short_conv(
     return out
 
 
-@torch.library.custom_op("frame_gdn::short_conv_backward", mutates_args=())
+@operator("short_conv_backward")
 def short_conv_backward(
     dout: Tensor, x: Tensor, past: Tensor | None, future: Tensor | None, weight: Tensor, chunk_frames: int | None,
     first_frame: int,
@@ -382,7 +400,7 @@ def _norm_options(C: int) -> dict[str, int]:
     return {"C": C, "BC": 128 * num_warps, "num_warps": num_warps}
 
 
-@torch.library.custom_op("frame_gdn::norm_relu", mutates_args=())
+@operator("norm_relu")
 def norm_relu(x: Tensor, weight: Tensor, eps: float, scale: float) -> Tensor:
     """scale · relu(rms_norm(x)): x (..., C) and weight (C) -> like x, contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -395,7 +413,7 @@ def norm_relu(x: Tensor, weight: Tensor, eps: float, scale: float) -> Tensor:
     return out
 
 
-@torch.library.custom_op("frame_gdn::norm_relu_backward", mutates_args=())
+@operator("norm_relu_backward")
 def norm_relu_backward(dout: Tensor, x: Tensor, weight: Tensor, eps: float, scale: float) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -469,7 +487,7 @@ def _gate_backward_kernel(x_ptr, gate_ptr, dout_ptr, dx_ptr, dgate_ptr, n, BLOCK
     tl.store(dgate_ptr + i, dgate.to(dgate_ptr.dtype.element_ty), mask=live)
 
 
-@torch.library.custom_op("frame_gdn::silu_gate", mutates_args=())
+@operator("silu_gate")
 def silu_gate(x: Tensor, gate: Tensor) -> Tensor:
     """x · SiLU(gate), both of one shape -> like x, contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -478,7 +496,7 @@ def silu_gate(x: Tensor, gate: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("frame_gdn::silu_gate_backward", mutates_args=())
+@operator("silu_gate_backward")
 def silu_gate_backward(dout: Tensor, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and gate."""
     dx, dgate = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, gate))

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_layer import operator
+
 #: Tokens and heads of a program.
 _TOKENS, _HEADS = 16, 10
 
@@ -180,7 +182,7 @@ def _turn_backward_kernel(
         _store_tile(dx_ptr + head * D + HALF, n, live, heads * D, dplace, HALF, BC)
 
 
-@torch.library.custom_op("frame_gdn::turn", mutates_args=())
+@operator("turn")
 def turn(x: Tensor, matrix: Tensor, table: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
     """`hosts.rays.turn`: x (B, N, H, D), matrix (B, N, 4, 4) and table (1 or B, N, D/4, 2), both float32 -> out
     (B, N, H, D) contiguous and inflation (B, N, H) float32, empty where `inverse`."""
@@ -191,7 +193,7 @@ def turn(x: Tensor, matrix: Tensor, table: Tensor, inverse: bool) -> tuple[Tenso
     return out, inflation
 
 
-@torch.library.custom_op("frame_gdn::turn_backward", mutates_args=())
+@operator("turn_backward")
 def turn_backward(dout: Tensor, dinflation: Tensor, x: Tensor, matrix: Tensor, table: Tensor, inverse: bool) -> Tensor:
     """The gradient of x."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -44,3 +44,13 @@ def test_fakes_promise_what_comes(name):
     module, shapes, options = CALLS[name]
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(getattr(module, name), arguments(shapes, options), test_utils=checks)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels_are_launched_on_their_tensors_device(name, monkeypatch):
+    """Not on the current one, which is another where a model was moved to "cuda:1"."""
+    module, shapes, options = CALLS[name]
+    inputs, seen, device_of = arguments(shapes, options), [], torch.cuda.device_of
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: seen.append(tensor) or device_of(tensor))
+    getattr(module, name)(*inputs)
+    assert [tensor.data_ptr() for tensor in seen] == [inputs[0].data_ptr()]
