@@ -7,13 +7,16 @@ INSTALL = $(RUN) pip install --quiet --constraint constraints.txt
 TRAIN = $(VENV)/.installed-train
 TEST = $(VENV)/.installed-test
 
-.PHONY: demo test lint venv
+.PHONY: demo test test-long lint venv
 
 demo: $(TRAIN)  ## train a small model on real clips and roll out a film
 	$(RUN) training.demo
 
 test: $(TEST)  ## every test that needs no GPU
-	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(RUN) pytest -n 2 -m "not gpu" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(RUN) pytest -n 2 -m "not gpu and not long" $(PYTEST_ARGS)
+
+test-long: $(TEST)  ## what takes too long for every change: repeated kills, large tables of cases
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(RUN) pytest -n 2 -m long $(PYTEST_ARGS)
 
 lint: $(TEST)
 	$(RUN) ruff check .
