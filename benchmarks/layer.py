@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from frame_gdn import BidirectionalGDN
-from frame_gdn.layer import gated
+from frame_gdn.functional import silu_gate
 
 from .sana_wm import CLOCK
 from .scan import GIB, extra_peak, relative_error
@@ -226,7 +226,7 @@ def parts(layer: BidirectionalGDN, T: int, size: Json, options: Json) -> Json:
                 [k, conv.weight],
             ),
             "norm": (lambda: norm(k, 0.1, backend), [k, norm.weight]),
-            "gate": (lambda: gated(scanned, gate, x.dtype, backend), [scanned, gate]),
+            "gate": (lambda: silu_gate(scanned, gate, x.dtype, backend), [scanned, gate]),
         }
 
     def without_grad(run: Run) -> Run:

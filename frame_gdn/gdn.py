@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from . import parallel, torch_kernels
+from . import functional, parallel, torch_kernels
 from .ops import compiled_gdn_scan
 from .scan import GDNOptions, chunk_ends, gdn_scan, pick_backend
 from .torch_kernels import Inputs, accumulation_dtype
@@ -147,7 +147,7 @@ def bidirectional_gdn(
         consumed += initial_state.frames
     cos = sin = None
     if rotary is not None and kernels is torch_kernels:
-        q_rot, k_rot = torch_kernels.apply_rotary(q, *rotary), torch_kernels.apply_rotary(k, *rotary)
+        q_rot, k_rot = (functional.rotary(x, *rotary, backend="torch") for x in (q, k))
     elif rotary is not None:
         cos, sin = (table.detach().to(torch.float32) for table in rotary)
     x = Inputs(q, k, v, beta, decay, q_rot, k_rot, mask, cos, sin)

@@ -1,42 +1,18 @@
 """`BidirectionalGDN`: the attention layer of a video DiT block, tokens in, tokens out."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from . import parallel, torch_kernels
+from . import functional, parallel
 from .gdn import GDNState, bidirectional_gdn, check_chunk_frames
 from .parallel import FrameSharded
-from .scan import pick_backend
-from .torch_kernels import accumulation_dtype
-from .torch_kernels import apply_rotary as apply_rotary
 
 #: Where SiLU is 1: an output gate with this bias and no weight lets everything through.
 SILU_ONE = 1.278464542761074
-
-
-def on_triton(x: Tensor, backend: str) -> bool:
-    """Whether what surrounds the scan runs on Triton for tokens like x (..., C), of any C. Raises ValueError as
-    `pick_backend`."""
-    return pick_backend(backend, x[..., :1]) is not torch_kernels
-
-
-def gated(x: Tensor, gate: Tensor, dtype: torch.dtype, backend: str = "auto") -> Tensor:
-    """x · SiLU(gate) in float32 (float64 for such a gate), cast to `dtype`: the output gate, x and gate of one shape.
-
-    Source: SANA-WM (NVlabs/Sana).
-    """
-    if x.dtype == dtype and on_triton(x, backend):
-        from . import triton_layer  # here, since it imports triton
-
-        fused: Tensor = triton_layer.silu_gate(x, gate)
-        return fused
-    return (x * F.silu(gate.to(accumulation_dtype(gate.dtype)))).to(dtype)
 
 
 class ReLURMSNorm(nn.RMSNorm):
@@ -47,13 +23,8 @@ class ReLURMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor, scale: float = 1.0, backend: str = "auto") -> Tensor:
         """(..., C) -> scale · relu(rms_norm(x)), in x's dtype."""
-        if on_triton(x, backend):
-            from . import triton_layer  # here, since it imports triton
-
-            assert self.eps is not None
-            fused: Tensor = triton_layer.norm_relu(x, self.weight, self.eps, scale)
-            return fused
-        return F.relu(super().forward(x)).to(x.dtype) * scale
+        assert self.eps is not None
+        return functional.rms_norm_relu(x, self.weight, self.eps, scale, backend)
 
 
 class TemporalShortConv(nn.Module):
@@ -90,30 +61,9 @@ class TemporalShortConv(nn.Module):
 
         With chunk_frames, taps past the end of a frame's chunk see zeros; x starts at frame `first_frame` of the clip.
         """
-        T, K = x.shape[1], self.weight.shape[-1]
-        if on_triton(x, backend):
-            from . import triton_layer  # here, since it imports triton
-
-            S = math.prod(x.shape[2:-1])
-            tokens = [
-                None if t is None else t.to(x.dtype).reshape(*t.shape[:2], S, t.shape[-1]) for t in (x, past, future)
-            ]
-            fused: Tensor = triton_layer.short_conv(*tokens, self.weight, chunk_frames, first_frame)
-            return fused.view(x.shape)
-        taps = self.weight[:, 0].to(x.dtype).unbind(-1)
-        beyond = x.new_zeros(x.shape[0], K - 1, *x.shape[2:])
-        seen = torch.cat([beyond if past is None else past, x, beyond if future is None else future], 1)
-        in_chunk = None
-        if chunk_frames is not None:
-            in_chunk = torch.arange(first_frame, first_frame + T, device=x.device) % chunk_frames
-        out = x * taps[-1]
-        for j in range(1, K):
-            before, after = seen[:, K - 1 - j : K - 1 - j + T], seen[:, K - 1 + j : K - 1 + j + T]
-            if in_chunk is not None and chunk_frames is not None:
-                allowed = (in_chunk + j < chunk_frames).view(T, *[1] * (x.dim() - 2))
-                after = torch.where(allowed, after, 0.0)
-            out = out + (before + after) * taps[K - 1 - j]
-        return out
+        return functional.short_conv(
+            x, self.weight, past, future, chunk_frames=chunk_frames, first_frame=first_frame, backend=backend
+        )
 
 
 class BidirectionalGDN(FrameSharded):
@@ -244,9 +194,7 @@ class BidirectionalGDN(FrameSharded):
 
         beta = self.beta_proj(x).sigmoid()
         frame_mean = x.reshape(B, num_frames, S, C).mean(2)
-        gate = self.gate_proj(frame_mean)
-        wide = accumulation_dtype(gate.dtype)
-        decay = torch.exp(-self.A_log.to(wide).exp() * F.softplus(gate.to(wide) + self.dt_bias.to(wide)))
+        decay = functional.decay(self.gate_proj(frame_mean), self.A_log, self.dt_bias)
 
         out, final = bidirectional_gdn(
             q, k, v, beta, decay,
@@ -256,7 +204,7 @@ class BidirectionalGDN(FrameSharded):
         )  # fmt: skip
         dtype = v.dtype
         del q, k, v  # with the projection that they are views of, five of the eight (B, N, C) that would be held here
-        out = self.proj(gated(out.flatten(2), self.output_gate(x), dtype, self.backend))
+        out = self.proj(functional.silu_gate(out.flatten(2), self.output_gate(x), dtype, self.backend))
         if final is not None:
             final = GDNState(final.S, final.z, final.frames, conv_tail)
         return out, final

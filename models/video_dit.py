@@ -19,8 +19,7 @@ from diffusers.models.transformers.sana_transformer import GLUMBConv
 from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
-from frame_gdn import BidirectionalGDN, GDNState
-from frame_gdn.layer import apply_rotary
+from frame_gdn import BidirectionalGDN, GDNState, functional
 from frame_gdn.parallel import (
     Call,
     FrameSharded,
@@ -203,7 +202,7 @@ class SoftmaxAttention(FrameSharded):
         x = x.flatten(1, 2)
         q, k, v = self.norm_q(self.to_q(x)), self.norm_k(self.to_k(x)), self.to_v(x)
         q, k, v = (projected.to(v.dtype).unflatten(-1, (self.num_heads, -1)) for projected in (q, k, v))
-        q, k = apply_rotary(q, *clip.rotary), apply_rotary(k, *clip.rotary)
+        q, k = functional.rotary(q, *clip.rotary), functional.rotary(k, *clip.rotary)
         q, kv = q.unflatten(1, (frames, tokens)), torch.stack([k, v], dim=2).unflatten(1, (frames, tokens))
         kv = gather_frames(select_active(kv, clip.mask), self.group, clip.counts)
         past = 0

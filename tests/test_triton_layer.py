@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from frame_gdn import BidirectionalGDN, GDNState
-from frame_gdn.layer import ReLURMSNorm, TemporalShortConv, gated
+from frame_gdn.functional import silu_gate
+from frame_gdn.layer import ReLURMSNorm, TemporalShortConv
 
 from .helpers import assert_every_gradient_says_something, fill_randomly, relative_error
 from .test_triton import DEVICE, poisoned_memory  # noqa: F401 (a fixture)
@@ -166,7 +167,7 @@ def test_float32_weights_around_16_bit_tokens():
 @pytest.mark.parametrize("shape", [(1, 9, 24), (2, 37, 112)])
 def test_output_gate(dtype, shape):
     check(
-        lambda backend, x, gate: gated(x, gate, x.dtype, backend),
+        lambda backend, x, gate: silu_gate(x, gate, x.dtype, backend),
         {"x": random(*shape, dtype=dtype), "gate": random(2, *shape, dtype=dtype)[1]},
     )
 

@@ -84,7 +84,7 @@ class Clip(Span):
         return self.cos.to(device), self.sin.to(device)
 
     def pairs(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin (N_local, D/2), each pair's value once, for `layer.apply_rotary`."""
+        """cos and sin (N_local, D/2), each pair's value once, for `functional.rotary`."""
         cos, sin = self.tables(device)
         return cos[0, :, 0, 0::2], sin[0, :, 0, 1::2]
 

@@ -13,6 +13,7 @@ from diffusers.configuration_utils import FrozenDict
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
+from .. import functional
 from ..gdn import bidirectional_gdn
 from ..torch_kernels import accumulation_dtype
 from . import SwapOptions, Swapped, refuse_hooks
@@ -90,9 +91,7 @@ class GatedAttention(Swapped):
         frames = x.unflatten(1, (clip.frames, -1))
         key_scale = self.start_scale * (k.shape[-1] * frames.shape[2]) ** -0.5
         q, k = F.relu(q), F.relu(k) * key_scale
-        gate = self.gate_proj(frames.mean(2))
-        wide = accumulation_dtype(gate.dtype)
-        decay = torch.exp(-self.A_log.to(wide).exp() * F.softplus(gate.to(wide) + self.dt_bias.to(wide)))
+        decay = functional.decay(self.gate_proj(frames.mean(2)), self.A_log, self.dt_bias)
         out, _ = bidirectional_gdn(
             q, k, v, self.beta_proj(x).sigmoid(), decay,
             rotary=clip.pairs(x.device), chunk_frames=clip.chunk_frames,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import torch_kernels
+from .. import functional, torch_kernels
 from ..scan import pick_backend
 from ..torch_kernels import accumulation_dtype
 
@@ -63,11 +63,8 @@ def _turn(x: Tensor, matrix: Tensor, turns: Tensor, inverse: bool) -> tuple[Tens
     before = x.to(matrix.dtype)
     first, second = before.chunk(2, -1)
     turned = first.unflatten(-1, (-1, 4)).flatten(2, 3) @ matrix.mT
-    even, odd = second.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = turns.unsqueeze(2).unbind(-1)
-    sin = -sin if inverse else sin
-    rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1)
-    after = torch.cat([turned.reshape(first.shape), rotated.flatten(-2)], -1)
+    rotated = functional.rotary(second, *turns.unbind(-1), inverse=inverse, backend="torch")
+    after = torch.cat([turned.reshape(first.shape), rotated], -1)
     if inverse:
         return after.to(x.dtype), after.new_empty(0)
     rms = [(t.square().mean(-1, keepdim=True) + 1e-6).sqrt() for t in (before, after)]

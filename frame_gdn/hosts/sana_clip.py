@@ -6,7 +6,7 @@ from dataclasses import replace as changed
 import torch
 from torch import Tensor
 
-from .. import parallel
+from .. import functional, parallel
 from . import Swapped
 from .clip import Span, locate
 
@@ -31,10 +31,7 @@ class Clip(Span):
 
     def select(self, x: Tensor) -> Tensor:
         """Tokens x (B, N, C) with zeros in padded frames: selected, not multiplied, so that no NaN passes."""
-        if self.mask is None:
-            return x
-        tokens = self.mask.repeat_interleave(x.shape[1] // self.frames, 1, output_size=x.shape[1])
-        return torch.where(tokens[..., None], x, 0.0)
+        return functional.select(x, self.mask)
 
 
 def clip_of(site: Swapped, x: Tensor, frames: int, frame_valid_mask: "Tensor | Clip | None") -> Clip:

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from diffusers.models.transformers import transformer_sana_wm as host
 from torch import Tensor, nn
 
-from .. import parallel
-from ..layer import on_triton
+from .. import functional, parallel
 from . import Swapped
 from .sana_clip import Clip, clip_of
 
@@ -27,14 +26,11 @@ class Conv2d(Swapped, nn.Conv2d):
         SiLU(input) ("silu") or of the input ("identity"), and half its channels times SiLU of the other half."""
         pixels = input.permute(0, 2, 3, 1)
         if glu_of is not None:
-            from .. import triton_ffn  # here, since it imports triton
-
-            fused: Tensor = triton_ffn.glu_conv(pixels, self.weight, self.bias, glu_of == "silu")
-            return fused.permute(0, 3, 1, 2)
+            out = functional.glu_conv(pixels, self.weight, self.bias, silu=glu_of == "silu", backend=self.backend)
+            return out.permute(0, 3, 1, 2)
         if self.kernel_size != (1, 1) or self.groups > 1:
             return super().forward(input)
-        out = F.linear(pixels.flatten(0, 2), self.weight.flatten(1), self.bias)
-        return out.unflatten(0, pixels.shape[:-1]).permute(0, 3, 1, 2)
+        return functional.pointwise_conv(pixels, self.weight, self.bias).permute(0, 3, 1, 2)
 
 
 class SanaWMConvLayer(Swapped, host.SanaWMConvLayer):
@@ -82,7 +78,7 @@ class GLUMBConvTemp(Swapped, host.GLUMBConvTemp):
             and (inverted.act is None or isinstance(inverted.act, nn.SiLU))
             and depth.act is None
             and isinstance(self.glu_act, nn.SiLU)
-            and on_triton(images, self.backend)
+            and functional.fused(images, self.backend)
         )
 
     def _images_at_once(self, images: Tensor, fused: bool) -> int:

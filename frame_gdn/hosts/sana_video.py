@@ -15,8 +15,7 @@ from diffusers.models.modeling_utils import ModelMixin as ModelMixin  # a pipeli
 from diffusers.models.transformers import transformer_sana_video as host
 from torch import Tensor, nn
 
-from .. import parallel
-from ..layer import apply_rotary
+from .. import functional, parallel
 from ..torch_kernels import accumulation_dtype
 from . import SwapOptions, Swapped, adopt
 from .clip import Clip, ClipRotary
@@ -88,7 +87,7 @@ class Attention(GatedAttention, _Attention):
         q, k = F.relu(q), F.relu(k)
         rotary = clip.pairs(x.device)
         wide = accumulation_dtype(v.dtype)
-        q_rot, k_rot = apply_rotary(q, *rotary).to(wide), apply_rotary(k, *rotary).to(wide)
+        q_rot, k_rot = (functional.rotary(t, *rotary, backend=self.backend).to(wide) for t in (q, k))
         q, k = q.to(wide), k.to(wide)
         own = torch.einsum("bnhd,bnhe->bhde", v.to(wide), k_rot), k.sum(1).unsqueeze(2)
         sums = parallel.gather_frames(torch.cat(own, 2)[:, None], self.group, [1] * len(clip.counts)).sum(1)

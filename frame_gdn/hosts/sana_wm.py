@@ -15,10 +15,8 @@ import torch.nn.functional as F
 from diffusers.models.transformers import transformer_sana_wm as host
 from torch import Tensor, nn
 
-from .. import parallel
+from .. import functional, parallel
 from ..gdn import bidirectional_gdn
-from ..layer import TemporalShortConv, gated, on_triton
-from ..torch_kernels import accumulation_dtype
 from . import SwapOptions, Swapped, adopt
 from .clip import attend
 from .rays import into_rays, out_of_rays
@@ -65,7 +63,7 @@ def _has_replacement(module: nn.Module) -> bool:
 
 
 class SanaWMTemporalShortConvolution(Swapped, host.SanaWMTemporalShortConvolution):
-    """The short convolution without its second pass over flipped frames (`layer.TemporalShortConv`)."""
+    """The short convolution without its second pass over flipped frames (`functional.short_conv`)."""
 
     def forward(self, hidden_states: Tensor, num_frames: int, clip: Clip | None = None) -> Tensor:
         """(B, N, C) -> (B, N, C)"""
@@ -75,7 +73,9 @@ class SanaWMTemporalShortConvolution(Swapped, host.SanaWMTemporalShortConvolutio
         past = future = None
         if self.group is not None:
             past, future = parallel.halo(x, reach, reach, self.group, clip.counts)
-        out = TemporalShortConv.forward(self, x, past, future, clip.chunk_frames, clip.start, self.backend)
+        out = functional.short_conv(
+            x, self.weight, past, future, chunk_frames=clip.chunk_frames, first_frame=clip.start, backend=self.backend
+        )
         if self.bias is not None:
             out = out + 2 * self.bias.to(out.dtype)  # as often as the host's two passes add it
         return out.flatten(1, 2)
@@ -93,11 +93,8 @@ class RMSNorm(Swapped, host.RMSNorm):
         """(..., C) -> (..., C); with relu through a ReLU and times `scale`."""
         weight: Tensor | None = self.weight
         alike = weight is not None and weight.dtype == hidden_states.dtype and self.bias is None
-        if relu and alike and on_triton(hidden_states, self.backend):
-            from .. import triton_layer  # here, since it imports triton
-
-            fused: Tensor = triton_layer.norm_relu(hidden_states, weight, self.eps, scale)
-            return fused
+        if relu and alike and weight is not None and functional.fused(hidden_states, self.backend):
+            return functional.rms_norm_relu(hidden_states, weight, self.eps, scale, self.backend)
         if alike and hidden_states.dtype in (torch.bfloat16, torch.float16):
             out = F.rms_norm(hidden_states, self.dim, weight, self.eps)
         else:
@@ -115,18 +112,9 @@ class LayerNorm(Swapped, nn.LayerNorm):
         them the norm alone."""
         if shift is None or scale is None or clip is None:
             return super().forward(x)
-        if self.weight is None and on_triton(x, self.backend):
-            from .. import triton_block  # here, since it imports triton
-
-            fused: Tensor = triton_block.modulated_norm(x, shift, scale, clip.mask, self.eps)[0]
-            return fused
-        return modulate(super().forward(x), shift, scale, clip)
-
-
-def modulate(x: Tensor, shift: Tensor, scale: Tensor, clip: Clip) -> Tensor:
-    """Tokens x (B, N, C) by shift and scale (B, T, C) of their frames, 0 in padded ones."""
-    by_frame = x.unflatten(1, (clip.frames, -1)) * (1 + scale.unsqueeze(2)) + shift.unsqueeze(2)
-    return clip.select(by_frame.flatten(1, 2))
+        if self.weight is None:
+            return functional.modulated_norm(x, shift, scale, clip.mask, eps=self.eps, backend=self.backend)
+        return functional.modulate(super().forward(x), shift, scale, clip.mask)
 
 
 # --- attention --------------------------------------------------------------------------------------------------
@@ -165,7 +153,7 @@ class _Attention(Swapped):
             cam = self._camera(self._qkv(projected, "_cam", clip), gates, rays, clip)
             out = out + self.out_proj_cam(cam.flatten(2))
         if self.output_gate is not None:
-            out = gated(out, self.output_gate(x), x.dtype, self.backend)
+            out = functional.silu_gate(out, self.output_gate(x), x.dtype, self.backend)
         projection: Tensor = self.proj(out.to(x.dtype))
         return projection
 
@@ -204,10 +192,7 @@ class BidirectionalGDNUCPESinglePathLiteLA(_Attention, host.BidirectionalGDNUCPE
     def _gates(self, x: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
         """beta (B, N, H) and decay (B, T, H)"""
         gate = self.gate_proj(x.unflatten(1, (clip.frames, -1)).mean(2))
-        wide = accumulation_dtype(gate.dtype)
-        rate = self.A_log.to(wide).exp()
-        decay = torch.exp(-rate * F.softplus(gate.to(wide) + self.dt_bias.to(wide)))
-        return self.beta_proj(x).sigmoid(), decay
+        return self.beta_proj(x).sigmoid(), functional.decay(gate, self.A_log, self.dt_bias)
 
     def _features(self, x: Tensor, norm: nn.Module, scale: float) -> Tensor:
         out: Tensor
@@ -278,15 +263,7 @@ class _SoftmaxUCPESinglePathLiteLA(_Attention, host._SoftmaxUCPESinglePathLiteLA
 def rotate(x: Tensor, table: Tensor, backend: str) -> Tensor:
     """Interleaved pairs of x (B, N, H, D) times the complex table (..., N, D/2), in float32 at least, cast back."""
     table = table.reshape(-1, x.shape[1], table.shape[-1])
-    cos, sin = table.real, table.imag
-    if not table.requires_grad and on_triton(x, backend):
-        from .. import triton_block  # here, since it imports triton
-
-        fused: Tensor = triton_block.rotary(x, cos, sin, False)
-        return fused
-    even, odd = x.to(accumulation_dtype(x.dtype)).unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(x.dtype)
+    return functional.rotary(x, table.real, table.imag, backend=backend)
 
 
 # --- block and model --------------------------------------------------------------------------------------------
@@ -336,21 +313,13 @@ class SanaVideoMSCamCtrlBlock(Swapped, host.SanaVideoMSCamCtrlBlock):
         if isinstance(norm, LayerNorm):
             out: Tensor = norm(x, shift, scale, clip)
             return out
-        return modulate(norm(x), shift, scale, clip)
+        return functional.modulate(norm(x), shift, scale, clip.mask)
 
     def _add(
         self, x: Tensor, h: Tensor, clip: Clip, gate: Tensor | None = None, extra: Tensor | None = None
     ) -> Tensor:
         """x + gate · h + extra: tokens (B, N, C) but for the gate (B, T, C); 0 in padded frames."""
-        if on_triton(x, self.backend):
-            from .. import triton_block  # here, since it imports triton
-
-            fused: Tensor = triton_block.residual(x, h, gate, extra, clip.mask, clip.frames)
-            return fused
-        if gate is not None:
-            h = (h.unflatten(1, (clip.frames, -1)) * gate.unsqueeze(2)).flatten(1, 2)
-        x = x + h if extra is None else x + h + extra
-        return clip.select(x)
+        return functional.gated_residual(x, h, gate, extra, clip.mask, frames=clip.frames, backend=self.backend)
 
 
 class SanaWMPatchEmbed(Swapped, host.SanaWMPatchEmbed):

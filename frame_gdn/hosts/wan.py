@@ -14,7 +14,7 @@ from diffusers.models.modeling_utils import ModelMixin as ModelMixin  # a pipeli
 from diffusers.models.transformers import transformer_wan as host
 from torch import Tensor, nn
 
-from ..layer import apply_rotary
+from .. import functional
 from . import SwapOptions, Swapped, adopt
 from .clip import Clip, ClipRotary, attend
 from .gates import GatedAttention, GatedModel, open_gates, swapping_init
@@ -68,7 +68,7 @@ class WanAttention(GatedAttention, host.WanAttention):
         else:
             q, k, v = self.project(hidden_states)
             rotary = clip.pairs(hidden_states.device)
-            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+            q, k = (functional.rotary(t, *rotary, backend=self.backend) for t in (q, k))
             out = attend(q, k, v, clip, self.group, backend=self.processor._attention_backend).flatten(2)
         return self.to_out[1](self.to_out[0](out))
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from frame_gdn import BidirectionalGDN
-from frame_gdn.layer import ReLURMSNorm, TemporalShortConv, gated
+from frame_gdn.functional import silu_gate
+from frame_gdn.layer import ReLURMSNorm, TemporalShortConv
 
 from ..helpers import NEEDS_GPU, fill_randomly, relative_error
 from ..test_triton_layer import check, convolution, random, scaled_norm, slice_of_qkv
@@ -33,7 +34,7 @@ def test_norm_with_relu_and_scale(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_output_gate(dtype):
     inputs = {name: random(1, 5 * S, C, dtype=dtype) for name in ("x", "gate")}
-    check(lambda backend, x, gate: gated(x, gate, x.dtype, backend), inputs)
+    check(lambda backend, x, gate: silu_gate(x, gate, x.dtype, backend), inputs)
 
 
 def test_more_elements_than_an_int32_counts():
