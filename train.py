@@ -31,7 +31,6 @@ from accelerate.utils import (
     set_seed,
 )
 from diffusers import FlowMatchEulerDiscreteScheduler
-from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -44,10 +43,11 @@ from models import VideoDiT
 from training.checkpoints import Checkpoints, Metrics
 from training.config import TrainConfig, parse_config
 from training.data import VideoLatents
-from training.evaluation import continuation_psnr, continue_clip
+from training.evaluation import check_continuation, continuation_psnr, continue_clip
 from training.hosts import check_data, choose_parameters, chunk_frames_of, load_transformer, model_inputs, plain_copy
 from training.latents import load_codec
 from training.objective import Noise, add_noise, flow_loss, sample_noise, split_frames
+from training.optimization import build_schedule, look_at, parameter_groups, stop_if_diverged
 
 NUM_TRAIN_TIMESTEPS = 1000  # of the scheduler: the model's unit of noise levels
 
@@ -75,6 +75,8 @@ def main(config: TrainConfig) -> None:
     dtype = getattr(torch, config.weight_dtype)
     model = build_model(config, channels, dtype)
     check_data(model, dataset.shapes)
+    if config.validation_steps:
+        check_continuation(num_frames, chunk_frames_of(model))
     choose_parameters(model, dataset.shapes, gates_only=config.train_gates_only, lora_rank=config.lora_rank)
     chunk_frames = chunk_frames_of(model)
     parallelize(model, mesh)
@@ -84,21 +86,13 @@ def main(config: TrainConfig) -> None:
     batches_a_step = config.gradient_accumulation_steps
     max_train_steps = config.max_train_steps or max(1, config.num_train_epochs * len(loader) // batches_a_step)
     optimizer = torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        parameter_groups(model, config.adam_weight_decay),
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
-        weight_decay=config.adam_weight_decay,
         eps=config.adam_epsilon,
     )
     model, optimizer = accelerator.prepare(model, optimizer)
-    lr_scheduler = get_scheduler(
-        config.lr_scheduler,
-        optimizer,
-        num_warmup_steps=config.lr_warmup_steps,
-        num_training_steps=max_train_steps,
-        num_cycles=config.lr_num_cycles,
-        power=config.lr_power,
-    )
+    lr_scheduler = build_schedule(config, optimizer, max_train_steps)
     accelerator.register_for_checkpointing(lr_scheduler)
     ema = EMAModel(model.parameters(), decay=config.ema_decay) if config.use_ema else None
     if ema is not None:
@@ -128,11 +122,13 @@ def main(config: TrainConfig) -> None:
     )
     batches = endless_batches(loader, dataset, start=steps_done * batches_a_step)
     steps = range(steps_done + 1, max_train_steps + 1)
+    skipped_steps = 0
     model.train()
     progress = tqdm(steps, "Steps", initial=steps_done, total=max_train_steps, disable=not accelerator.is_main_process)
     for step in progress:
         started = time.perf_counter()
-        loss = torch.zeros((), device=accelerator.device)
+        clips: list[list[str]] = []
+        losses: list[Tensor] = []
         for batch_number in range((step - 1) * batches_a_step, step * batches_a_step):
             # A sample's number in the run, which is the same however samples are dealt to ranks.
             first_sample = (batch_number * dp_size + dp_rank) * config.train_batch_size
@@ -144,29 +140,33 @@ def main(config: TrainConfig) -> None:
                 # Gradients are averaged over all ranks, but those of a clip's frames are to be summed.
                 batch_loss = share * config.cp_size
                 accelerator.backward(batch_loss)
+                clips.append(batch["clip"])
+                losses.append(batch_loss.detach())
                 if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm or float("inf"))
+                    norm = accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm or float("inf"))
+                    seen = look_at(accelerator, losses, norm)  # before the optimizer moves anything
+                    stop_if_diverged(accelerator, seen, skipped_steps, clips, losses, f"step {step}")
                 optimizer.step()
                 optimizer.zero_grad()
-            loss = loss + batch_loss.detach() / batches_a_step
         learning_rate = lr_scheduler.get_last_lr()[0]
-        if not accelerator.optimizer_step_was_skipped:
+        if accelerator.optimizer_step_was_skipped:  # by fp16's loss scaling
+            skipped_steps += 1
+        else:
+            skipped_steps = 0
             lr_scheduler.step()
             if ema is not None:
                 ema.step(model.parameters())
 
         values = {
-            "loss": accelerator.reduce(loss, "mean").item(),
-            "grad_norm": grad_norm.item(),
+            "loss": seen.loss,
+            "grad_norm": seen.grad_norm,
             "lr": learning_rate,
             "frames_per_second": global_batch * num_frames / (time.perf_counter() - started),
             "memory": peak_memory(accelerator.device),
         }
         is_last = step == max_train_steps
         if config.validation_steps and (step % config.validation_steps == 0 or is_last):
-            trained = trained_copy(accelerator, model, ema, config)
-            if trained is not None:
-                values |= validate(trained.to(accelerator.device), scheduler, dataset, config)
+            values |= validate(accelerator, model, ema, scheduler, dataset, config)
         if metrics is not None:
             metrics.write(step=step, **values)
         accelerator.log(values, step=step)
@@ -201,7 +201,7 @@ def clip_loss(
     latents, noise, sigmas = latents[:, :, own_frames], noise.noise[:, :, own_frames], noise.sigmas[:, own_frames]
     noise, sigmas = noise.to(latents), sigmas.to(latents)
     inputs = model_inputs(
-        extract_model_from_parallel(model),
+        bare(model),
         add_noise(latents, noise, sigmas),
         sigmas * NUM_TRAIN_TIMESTEPS,
         batch,
@@ -212,6 +212,11 @@ def clip_loss(
     return flow_loss(
         prediction, latents, noise, sigmas, prediction_type=config.prediction_type, noised_frames=noised_frames
     )
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The model without what accelerate wraps it in."""
+    return extract_model_from_parallel(model, keep_torch_compile=False)
 
 
 def start_accelerator(config: TrainConfig) -> Accelerator:
@@ -347,22 +352,32 @@ def trained_copy(
     if ema is not None:
         ema.store(model.parameters())
         ema.copy_to(model.parameters())
-    weights = {name: tensor.detach().cpu().clone() for name, tensor in accelerator.get_state_dict(model).items()}
+    whole = accelerator.get_state_dict(bare(model))  # under FSDP from all ranks
+    weights = {name: tensor.detach().cpu().clone() for name, tensor in whole.items() if accelerator.is_main_process}
     if ema is not None:
         ema.restore(model.parameters())
-    if not accelerator.is_main_process:
-        return None
-    return plain_copy(accelerator.unwrap_model(model), weights, config.lora_rank)
+    return plain_copy(bare(model), weights, config.lora_rank) if accelerator.is_main_process else None
 
 
 def validate(
-    trained: VideoDiT, scheduler: FlowMatchEulerDiscreteScheduler, dataset: VideoLatents, config: TrainConfig
+    accelerator: Accelerator,
+    model: nn.Module,
+    ema: EMAModel | None,
+    scheduler: FlowMatchEulerDiscreteScheduler,
+    dataset: VideoLatents,
+    config: TrainConfig,
 ) -> dict[str, float]:
-    """Continue the first clip of the data: the psnr, and that of repeating the last given frame."""
-    pipeline = FrameGDNRolloutPipeline(trained, scheduler, config.prediction_type)
+    """Continue the first clip of the data: the psnr, and that of repeating the last given frame.
+
+    The main process does it, with a copy of the model that is gone afterwards; others return {} at once.
+    """
+    trained = trained_copy(accelerator, model, ema, config)
+    if trained is None:
+        return {}
+    pipeline = FrameGDNRolloutPipeline(trained.to(accelerator.device), scheduler, config.prediction_type)
     pipeline.set_progress_bar_config(disable=True)
     film = continue_clip(pipeline, dataset[0], num_inference_steps=config.validation_inference_steps, seed=config.seed)
-    codec = load_codec(dataset.codec, trained.device)
+    codec = load_codec(dataset.codec, accelerator.device)
     num_given = 1 + codec.frame_ratio * (trained.config.chunk_frames - 1)
     scores = continuation_psnr(codec.decode(film), codec.decode(dataset[0]["latents"]), num_given)
     return dict(zip(("psnr", "psnr_repeat_last"), scores, strict=True))

@@ -11,6 +11,15 @@ from torch import Tensor
 from frame_gdn import FrameGDNRolloutPipeline
 
 
+def check_continuation(num_frames: int, chunk_frames: int) -> None:
+    """Raises ValueError where a clip of so many latent frames has no whole chunk after its first one."""
+    if num_frames < 2 * chunk_frames:
+        raise ValueError(
+            f"a rollout continues a clip's first chunk, but a clip of {num_frames} latent frames has no second one of "
+            f"{chunk_frames}: validate with longer clips, or without validation_steps"
+        )
+
+
 def continue_clip(
     pipeline: FrameGDNRolloutPipeline, clip: Mapping[str, Tensor], *, num_inference_steps: int, seed: int = 0
 ) -> Tensor:
@@ -22,8 +31,12 @@ def continue_clip(
 
     Returns:
         (C, T', h, w) on the CPU; T' is T without the rest that is no whole chunk.
+
+    Raises:
+        ValueError: a clip without a second chunk.
     """
     latents = clip["latents"]
+    check_continuation(latents.shape[1], pipeline.transformer.config.chunk_frames)
     text_fields = [name for name in ("prompt_embeds", "prompt_attention_mask") if name in clip]
     chunk_frames = pipeline.transformer.config.chunk_frames
     given = latents[None, :, :chunk_frames]

@@ -1,11 +1,13 @@
 """train.py over real processes: however clips are laid out and whenever it is killed, the run is the same."""
 
+import gc
 import json
 import os
 import re
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import psutil
@@ -297,3 +299,86 @@ def test_more_ranks_than_frames_is_an_error_on_every_rank(inputs: Path, tmp_path
     )
     config = options(inputs, tmp_path / "out", 7, cp_size=2, data={"shards": str(tmp_path / "short")})
     assert len(set(run_ranks(2, too_many_ranks, config))) == 1
+
+
+def diverge(rank: int, world_size: int, config: TrainConfig) -> str:
+    as_if_launched(rank, world_size)
+    with pytest.raises(FloatingPointError, match="step [34]: the loss is nan.* clips: broken$") as error:
+        train.main(config)
+    return str(error.value)
+
+
+def test_a_run_that_diverges_stops_on_every_rank_and_keeps_its_checkpoint(inputs: Path, tmp_path: Path) -> None:
+    """One value of one clip is NaN, in the second rank's frames."""
+    clips = {f"clip{i}.latents": torch.randn(CHANNELS, 6, 4, 4) for i in range(3)}
+    clips["broken.latents"] = torch.randn(CHANNELS, 6, 4, 4)
+    clips["broken.latents"][0, 5, 0, 0] = float("nan")
+    write_shard(tmp_path / "data" / "clips.safetensors", clips, {"kind": "haar", "scale": 1.0})
+    config = options(
+        inputs,
+        tmp_path / "out",
+        6,
+        cp_size=2,
+        train_batch_size=1,
+        checkpointing_steps=1,
+        checkpoints_total_limit=1,
+        data={"shards": str(tmp_path / "data")},
+        seed=1,
+    )
+    (message,) = set(run_ranks(2, diverge, config))
+    last = int(re.match(r"step (\d)", message)[1]) - 1
+    losses = [line["loss"] for line in read_metrics(tmp_path / "out" / "metrics.jsonl")]
+    assert len(losses) == last and torch.tensor(losses).isfinite().all()
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == [f"checkpoint-{last}"]
+    assert all(
+        t.isfinite().all() for t in load_file(tmp_path / "out" / f"checkpoint-{last}" / "model.safetensors").values()
+    )
+    assert not (tmp_path / "out" / "transformer").exists()
+
+
+def train_compiled(rank: int, world_size: int, config: TrainConfig) -> None:
+    os.environ["ACCELERATE_DYNAMO_BACKEND"] = "EAGER"  # as `accelerate launch --dynamo_backend eager` does
+    run_training(rank, world_size, [config])
+
+
+@pytest.mark.slow
+def test_a_model_that_accelerate_compiles_is_the_same_run(inputs: Path, tmp_path: Path) -> None:
+    shared = {"max_train_steps": 2, "use_ema": True, "validation_steps": 2, "validation_inference_steps": 1}
+    run_ranks(1, train_compiled, options(inputs, tmp_path / "compiled", 6, **shared))
+    run_ranks(1, run_training, [options(inputs, tmp_path / "plain", 6, **shared)])
+    (losses, weights), (expected_losses, expected) = (losses_and_weights(tmp_path / n) for n in ("compiled", "plain"))
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-9, atol=0)
+    assert weights.keys() == expected.keys()
+
+
+def copies_alive(rank: int, world_size: int, config: TrainConfig) -> list[int]:
+    """How many models that a validation made are alive at each step's loss, without a garbage collection."""
+    made, alive = [], []
+    plain_copy, clip_loss = train.plain_copy, train.clip_loss
+
+    def copying(*arguments: object) -> torch.nn.Module:
+        made.append(weakref.ref(model := plain_copy(*arguments)))
+        return model
+
+    def losing(*arguments: object) -> Tensor:
+        alive.append(sum(reference() is not None for reference in made))
+        return clip_loss(*arguments)
+
+    train.plain_copy, train.clip_loss = copying, losing
+    gc.disable()
+    run_training(rank, world_size, [config])
+    assert len(made) == 4  # three validations and what is saved
+    return alive
+
+
+def test_a_validation_leaves_no_copy_of_the_model(inputs: Path, tmp_path: Path) -> None:
+    config = options(inputs, tmp_path, 6, max_train_steps=3, validation_steps=1, validation_inference_steps=1)
+    assert run_ranks(1, copies_alive, config) == [[0, 0, 0]]
+
+
+def test_a_clip_of_one_chunk_is_refused_before_it_is_validated(inputs: Path, tmp_path: Path) -> None:
+    clips = {f"clip{i}.latents": torch.zeros(CHANNELS, CHUNK + 2, 4, 4) for i in range(2)}
+    write_shard(tmp_path / "data" / "clips.safetensors", clips, {"kind": "haar", "scale": 1.0})
+    config = options(inputs, tmp_path / "out", 6, validation_steps=1, data={"shards": str(tmp_path / "data")})
+    with pytest.raises(AssertionError, match="ValueError: .*a clip of 5 latent frames has no second one of 3"):
+        run_ranks(1, run_training, [config])
