@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from . import functional, parallel, torch_kernels
+from . import checks, functional, parallel, torch_kernels
 from .ops import compiled_gdn_scan
 from .scan import GDNOptions, chunk_ends, gdn_scan, pick_backend
 from .torch_kernels import Inputs, accumulation_dtype
@@ -24,6 +24,9 @@ class GDNState:
     frames: how many frames have been consumed.
     conv_tail: (B, K-1, S, C) raw keys, before the short convolution, of the last K-1 active frames, zeros where there
         are none; None for the functional form.
+
+    Raises:
+        ValueError: tensors whose shapes, dtypes or devices do not fit one another, or a negative count of frames.
     """
 
     S: Tensor
@@ -31,12 +34,22 @@ class GDNState:
     frames: int = 0
     conv_tail: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        checks.tensor("S", self.S, ("B", "H", "D", "D"))
+        B, H, D, _ = self.S.shape
+        checks.tensor("S", self.S, (B, H, D, D))
+        checks.tensor("z", self.z, (B, H, D), device=self.S.device)
+        checks.integer("frames", self.frames, 0)
+        if self.conv_tail is not None:
+            checks.tensor("conv_tail", self.conv_tail, (B, "K-1", "S", H * D), device=self.S.device)
+
     def _map(self, function: Any) -> "GDNState":
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "frames"}
         return replace(self, **{name: function(t) for name, t in tensors.items() if t is not None})
 
     def to(self, device: torch.device | str) -> "GDNState":
         """The state on another device; dtypes stay."""
+        device = checks.device("device", device)
         return self._map(lambda t: t.to(device))
 
     def detach(self) -> "GDNState":
@@ -54,7 +67,9 @@ class GDNState:
 
     @classmethod
     def from_state_dict(cls, saved: dict[str, Tensor]) -> "GDNState":
-        """The inverse of `state_dict`."""
+        """The inverse of `state_dict`. Raises ValueError for other keys, and for tensors that make no state."""
+        checks.keys("saved", saved, ("S", "z", "frames"), ("conv_tail",))
+        checks.tensor("frames", saved["frames"], (), dtype=torch.int64)
         return cls(saved["S"], saved["z"], int(saved["frames"]), saved.get("conv_tail"))
 
 
@@ -124,7 +139,11 @@ def bidirectional_gdn(
     positions = chunk_frames not in (None, 1) or output_final_state
     with parallel.checked(group, due=check or (positions and frames_per_rank is None)):
         rank, size = parallel.rank_and_size(group)
-        B, T, H, D = _check(q, k, v, beta, decay, q_rot, k_rot, rotary, mask, initial_state, chunk_frames, eps)
+        B, T, H, D = _check(q, k, v, beta, decay, q_rot, k_rot, rotary, mask, initial_state)
+        checks.integer("chunk_frames", chunk_frames, 1, optional=True)
+        checks.number("eps", eps, 0)
+        for name, value in (("output_final_state", output_final_state), ("normalize", normalize), ("check", check)):
+            checks.flag(name, value)
         parallel.check_frames_per_rank(frames_per_rank, T, group)
         kernels = pick_backend(backend, q, precision)
     rotated = [rotary is not None or x is not None for x in (q_rot, k_rot)]
@@ -180,12 +199,21 @@ def active_frames(mask: Tensor | None, frames: int, group: ProcessGroup | None, 
     return per_sample[0] if per_sample else 0
 
 
-def check_chunk_frames(chunk_frames: int | None) -> None:
-    """ValueError unless it is None or a positive int."""
-    if chunk_frames is not None and (
-        isinstance(chunk_frames, bool) or not isinstance(chunk_frames, int) or chunk_frames < 1
-    ):
-        raise ValueError(f"chunk_frames must be None or a positive int, got {chunk_frames!r}")
+def check_rotary(rotary: tuple[Tensor, Tensor], tokens: int, head_dim: int, device: torch.device) -> None:
+    """ValueError unless rotary is (cos, sin), each (tokens, head_dim / 2), for heads of an even size."""
+    checks.pair("rotary", rotary, "(cos, sin)")
+    if head_dim % 2:
+        raise ValueError(f"rotary turns pairs of channels: it needs an even head size D, got {head_dim}")
+    for name, table in zip(("cos", "sin"), rotary, strict=True):
+        checks.tensor(f"rotary's {name}", table, (tokens, head_dim // 2), device=device)
+
+
+def check_state(name: str, state: GDNState, B: int, H: int, D: int, device: torch.device) -> None:
+    """ValueError unless it is a `GDNState` of so many samples, heads and channels a head on that device."""
+    if not isinstance(state, GDNState):
+        raise ValueError(f"{name} must be None or a GDNState, got {checks.shown(state)}")
+    checks.tensor(f"{name}.S", state.S, (B, H, D, D), device=device)
+    checks.tensor(f"{name}.z", state.z, (B, H, D), device=device)
 
 
 def _check(
@@ -199,46 +227,23 @@ def _check(
     rotary: tuple[Tensor, Tensor] | None,
     mask: Tensor | None,
     initial_state: GDNState | None,
-    chunk_frames: int | None,
-    eps: float,
 ) -> tuple[int, int, int, int]:
-    if q.dim() != 4 or not q.dtype.is_floating_point:
-        raise ValueError(f"q must be (B, N, H, D) and floating point, got {tuple(q.shape)} {q.dtype}")
+    checks.tensor("q", q, ("B", "N", "H", "D"))
     B, N, H, D = q.shape
-    if decay.dim() != 3 or decay.shape[0] != B or decay.shape[2] != H:
-        raise ValueError(f"decay must be (B, T, H) with B {B} and H {H} as in q, got {tuple(decay.shape)}")
+    checks.tensor("decay", decay, (B, "T", H), device=q.device)
     T = decay.shape[1]
     if N == 0 or N % T != 0 if T else N != 0:
         raise ValueError(f"q's N must be a multiple of decay's T, got N {N} and T {T}")
-    shapes = {
-        "k": (k, (B, N, H, D)),
-        "v": (v, (B, N, H, D)),
-        "q_rot": (q_rot, (B, N, H, D)),
-        "k_rot": (k_rot, (B, N, H, D)),
-        "rotary's cos": (None if rotary is None else rotary[0], (N, D // 2)),
-        "rotary's sin": (None if rotary is None else rotary[1], (N, D // 2)),
-        "beta": (beta, (B, N, H)),
-        "decay": (decay, (B, T, H)),
-        "mask": (mask, (B, T)),
-        "initial_state.S": (None if initial_state is None else initial_state.S, (B, H, D, D)),
-        "initial_state.z": (None if initial_state is None else initial_state.z, (B, H, D)),
-    }
-    for name, (tensor, shape) in shapes.items():
-        if tensor is None:
-            continue
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must be {shape} to go with q {(B, N, H, D)}, got {tuple(tensor.shape)}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}, q on {q.device}")
-        if name in ("k", "v", "q_rot", "k_rot") and tensor.dtype != q.dtype:
-            raise ValueError(f"{name} is {tensor.dtype}, q is {q.dtype}: they must agree")
-        if name in ("beta", "decay") and not tensor.dtype.is_floating_point:
-            raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
-    if rotary is not None and (q_rot is not None or k_rot is not None or D % 2):
-        raise ValueError(f"rotary takes the place of q_rot and k_rot and needs an even D: D is {D}, give one of them")
-    if mask is not None and mask.dtype != torch.bool:
-        raise ValueError(f"mask must be bool, True for active frames, got {mask.dtype}")
-    check_chunk_frames(chunk_frames)
-    if eps < 0:
-        raise ValueError(f"eps must not be negative, got {eps}")
+    for name, tensor in {"k": k, "v": v, "q_rot": q_rot, "k_rot": k_rot}.items():
+        if tensor is not None or name in ("k", "v"):
+            checks.tensor(name, tensor, (B, N, H, D), dtype=q.dtype, device=q.device)
+    checks.tensor("beta", beta, (B, N, H), device=q.device)
+    if rotary is not None:
+        check_rotary(rotary, N, D, q.device)
+        if q_rot is not None or k_rot is not None:
+            raise ValueError("rotary takes the place of q_rot and k_rot: give one of them")
+    if mask is not None:
+        checks.tensor("mask", mask, (B, T), dtype=torch.bool, device=q.device)
+    if initial_state is not None:
+        check_state("initial_state", initial_state, B, H, D, q.device)
     return B, T, H, D

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from . import functional, parallel
-from .gdn import GDNState, bidirectional_gdn, check_chunk_frames
+from . import checks, functional, parallel
+from .gdn import GDNState, bidirectional_gdn, check_rotary, check_state
 from .parallel import FrameSharded
+from .scan import BACKENDS
 
 #: Where SiLU is 1: an output gate with this bias and no weight lets everything through.
 SILU_ONE = 1.278464542761074
@@ -86,7 +87,7 @@ class BidirectionalGDN(FrameSharded):
         backend: "torch", "triton" or "auto".
 
     Raises:
-        ValueError: where num_heads does not divide hidden_size, or a size is not positive.
+        ValueError: where num_heads does not divide hidden_size, or for an argument out of its range.
     """
 
     def __init__(
@@ -101,10 +102,15 @@ class BidirectionalGDN(FrameSharded):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if hidden_size <= 0 or num_heads <= 0 or hidden_size % num_heads:
-            raise ValueError(f"hidden_size must be a positive multiple of num_heads: {hidden_size} and {num_heads}")
-        if conv_kernel_size < 0:
-            raise ValueError(f"conv_kernel_size must be 0 (none) or positive, got {conv_kernel_size}")
+        checks.integer("hidden_size", hidden_size, 1)
+        checks.integer("num_heads", num_heads, 1)
+        if hidden_size % num_heads:
+            raise ValueError(f"hidden_size must be a multiple of num_heads, got {hidden_size} and {num_heads}")
+        checks.integer("conv_kernel_size", conv_kernel_size, 0)
+        checks.number("norm_eps", norm_eps, 0)
+        checks.number("eps", eps, 0)
+        checks.choice("backend", backend, BACKENDS)
+        parallel.rank_and_size(group)
         self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, hidden_size // num_heads
         self.conv_kernel_size, self.eps, self.group, self.backend = conv_kernel_size, eps, group, backend
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
@@ -160,7 +166,8 @@ class BidirectionalGDN(FrameSharded):
             ValueError: for shapes that do not fit, and as `bidirectional_gdn`.
         """
         with parallel.checked(self.group, due=frames_per_rank is None):
-            check_chunk_frames(chunk_frames)
+            checks.integer("chunk_frames", chunk_frames, 1, optional=True)
+            checks.flag("output_final_state", output_final_state)
             S = self._check(x, num_frames, rotary, mask, state)
             rank, size = parallel.rank_and_size(self.group)
             parallel.check_frames_per_rank(frames_per_rank, num_frames, self.group)
@@ -279,23 +286,27 @@ class BidirectionalGDN(FrameSharded):
         mask: Tensor | None,
         state: GDNState | None,
     ) -> int:
-        if x.dim() != 3 or x.shape[-1] != self.hidden_size:
-            raise ValueError(f"x must be (B, N, {self.hidden_size}), got {tuple(x.shape)}")
-        B, N, _ = x.shape
-        if num_frames < 0 or (N == 0 or N % num_frames != 0 if num_frames else N != 0):
+        checks.tensor("x", x, ("B", "N", self.hidden_size))
+        checks.suits("x", x, self.qkv)
+        checks.integer("num_frames", num_frames, 0)
+        B, N, C = x.shape
+        if N == 0 or N % num_frames != 0 if num_frames else N != 0:
             raise ValueError(f"x's N must be a multiple of num_frames, got N {N} and num_frames {num_frames}")
         S = N // num_frames if num_frames else 1
         if rotary is not None:
-            wanted = (N, self.head_dim // 2)
-            if self.head_dim % 2 or any(tuple(table.shape) != wanted for table in rotary):
-                raise ValueError(f"rotary must be (cos, sin), each {wanted}, got {[tuple(t.shape) for t in rotary]}")
-        if mask is not None and (tuple(mask.shape) != (B, num_frames) or mask.dtype != torch.bool):
-            raise ValueError(f"mask must be bool {(B, num_frames)}, got {mask.dtype} {tuple(mask.shape)}")
-        tail = None if state is None else state.conv_tail
-        if tail is not None and num_frames:
-            expected = (B, max(self.conv_kernel_size - 1, 0), S, self.hidden_size)
-            if tuple(tail.shape) != expected:
-                raise ValueError(f"state.conv_tail must be {expected}, got {tuple(tail.shape)}")
+            check_rotary(rotary, N, self.head_dim, x.device)
+        if mask is not None:
+            checks.tensor("mask", mask, (B, num_frames), dtype=torch.bool, device=x.device)
+        if state is not None:
+            check_state("state", state, B, self.num_heads, self.head_dim, x.device)
+            if state.conv_tail is not None and num_frames:
+                tail = (B, max(self.conv_kernel_size - 1, 0), S, C)
+                checks.tensor("state.conv_tail", state.conv_tail, tail, device=x.device)
+            if state.conv_tail is None and state.frames and self.conv_kernel_size > 1:
+                raise ValueError(
+                    f"state has consumed {state.frames} frames but has no conv_tail, which the short convolution of "
+                    f"width {self.conv_kernel_size} continues from: give what this layer returned"
+                )
         return S
 
 
@@ -315,7 +326,10 @@ def main_branch_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A SANA-WM attention block's weights without what `BidirectionalGDN` has no place for.
 
     Dropped are the unused buffer `recall_gate` and the camera branch (`*_cam.*`); a bare strict load refuses them.
+    Raises ValueError for anything but a mapping from names.
     """
+    if not isinstance(state_dict, Mapping) or not all(isinstance(name, str) for name in state_dict):
+        raise ValueError(f"state_dict must be a mapping from names to tensors, got {checks.shown(state_dict)}")
     return {
         name: tensor
         for name, tensor in state_dict.items()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from . import checks
 from .torch_kernels import accumulation_dtype
 
 GATHERS = ("collective", "list", "p2p")
@@ -132,6 +133,7 @@ def check_frames_per_rank(frames_per_rank: Sequence[int] | None, frames: int, gr
     """ValueError where a caller's frames_per_rank contradicts the group's size or this rank's own shard."""
     if frames_per_rank is None:
         return
+    checks.integers("frames_per_rank", frames_per_rank, 0)
     rank, size = rank_and_size(group)
     if len(frames_per_rank) != size or frames_per_rank[rank] != frames:
         raise ValueError(

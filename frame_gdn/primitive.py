@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from . import parallel
+from . import checks, parallel
 from .scan import ScanOptions, frame_scan, pick_backend
 from .torch_kernels import accumulation_dtype
 
@@ -70,7 +70,11 @@ def cp_frame_gdn_scan(
     """
     with parallel.checked(group, due=truncate_to_active is not None and frames_per_rank is None):
         parallel.rank_and_size(group)
-        BH, T, D = _check(W_kv, U_kv, W_z, U_z, truncate_to_active, initial_state, gather)
+        BH, T, D = _check(W_kv, U_kv, W_z, U_z, initial_state)
+        checks.flag("reverse", reverse)
+        if truncate_to_active is not None and not checks.is_integer(truncate_to_active):
+            raise ValueError(f"truncate_to_active must be None or an int, got {checks.shown(truncate_to_active)}")
+        checks.choice("gather", gather, parallel.GATHERS)
         parallel.check_frames_per_rank(frames_per_rank, T, group)
         kernels = pick_backend(backend, W_kv)
     k = truncate_to_active
@@ -122,36 +126,15 @@ def _truncation(
 
 
 def _check(
-    W_kv: Tensor,
-    U_kv: Tensor,
-    W_z: Tensor,
-    U_z: Tensor,
-    k: int | None,
-    initial_state: tuple[Tensor, Tensor] | None,
-    gather: str,
+    W_kv: Tensor, U_kv: Tensor, W_z: Tensor, U_z: Tensor, initial_state: tuple[Tensor, Tensor] | None
 ) -> tuple[int, int, int]:
-    if W_kv.dim() != 4 or W_kv.shape[-1] != W_kv.shape[-2]:
-        raise ValueError(f"W_kv must be (BH, T_local, D, D), got {tuple(W_kv.shape)}")
+    checks.tensor("W_kv", W_kv, ("BH", "T_local", "D", "D"))
     BH, T, D, _ = W_kv.shape
-    wanted = [("U_kv", U_kv, (BH, T, D, D)), ("W_z", W_z, (BH, T, D, D)), ("U_z", U_z, (BH, T, D))]
-    if not W_kv.dtype.is_floating_point:
-        raise ValueError(f"W_kv must be floating point, got {W_kv.dtype}")
-    for name, tensor, shape in wanted:
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must be {shape} to go with W_kv, got {tuple(tensor.shape)}")
-        if tensor.dtype != W_kv.dtype or tensor.device != W_kv.device:
-            raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device}, W_kv is {W_kv.dtype} on {W_kv.device}: they must agree"
-            )
+    shapes = {"W_kv": (W_kv, (BH, T, D, D)), "U_kv": (U_kv, (BH, T, D, D)), "W_z": (W_z, (BH, T, D, D))}
+    for name, (tensor, shape) in {**shapes, "U_z": (U_z, (BH, T, D))}.items():
+        checks.tensor(name, tensor, shape, dtype=W_kv.dtype, device=W_kv.device)
     if initial_state is not None:
-        for name, tensor, shape in zip(("S", "z"), initial_state, ((BH, D, D), (BH, D)), strict=True):
-            if tuple(tensor.shape) != shape or tensor.device != W_kv.device:
-                raise ValueError(
-                    f"initial_state's {name} must be {shape} on {W_kv.device}, "
-                    f"got {tuple(tensor.shape)} on {tensor.device}"
-                )
-    if k is not None and (isinstance(k, bool) or not isinstance(k, int)):
-        raise ValueError(f"truncate_to_active must be None or an int, got {k!r}")
-    if gather not in parallel.GATHERS:
-        raise ValueError(f"gather must be one of {parallel.GATHERS}, got {gather!r}")
+        checks.pair("initial_state", initial_state, "(S, z)")
+        checks.tensor("initial_state's S", initial_state[0], (BH, D, D), device=W_kv.device)
+        checks.tensor("initial_state's z", initial_state[1], (BH, D), device=W_kv.device)
     return BH, T, D

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from . import parallel, torch_kernels
+from . import checks, parallel, torch_kernels
 from .torch_kernels import Edges, Inputs, States, Transitions, accumulation_dtype
 
 BACKENDS = ("torch", "triton", "auto")
@@ -29,10 +29,8 @@ def pick_backend(name: str, like: Tensor, precision: str = "default") -> Any:
 
     Raises ValueError for an unknown name, and where triton is asked for but cannot serve.
     """
-    if name not in BACKENDS:
-        raise ValueError(f"backend must be one of {BACKENDS}, got {name!r}")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
+    checks.choice("backend", name, BACKENDS)
+    checks.choice("precision", precision, PRECISIONS)
     if name == "torch" or (name == "auto" and (not like.is_cuda or like.dtype == torch.float64)):
         return torch_kernels
     if not _HAS_TRITON:

@@ -165,15 +165,19 @@ def test_the_group_is_dropped_by_pickle_and_kept_by_reference_in_deepcopy():
     assert layer.group is marker and "group" not in layer.state_dict()
 
 
+def state(conv_tail: torch.Tensor) -> GDNState:
+    return GDNState(torch.zeros(B, H, D, D), torch.zeros(B, H, D), 0, conv_tail)
+
+
 BAD = {
     "x must be": lambda layer, x: layer(x[0], T),
-    r"x must be \(B, N, 48\)": lambda layer, x: layer(x[..., :-1], T),
+    r"x must be a floating-point tensor \(B, N, 48\)": lambda layer, x: layer(x[..., :-1], T),
     "multiple of num_frames": lambda layer, x: layer(x, 4),
-    "rotary must be": lambda layer, x: layer(x, T, rotary=(x[0, :, :3], x[0, :, :3])),
-    "mask must be bool": lambda layer, x: layer(x, T, mask=torch.ones(B, T)),
-    "conv_tail must be": lambda layer, x: layer(x, T, state=GDNState(torch.zeros(1), torch.zeros(1), 0, x[:, :1])),
+    "rotary's cos must be": lambda layer, x: layer(x, T, rotary=(x[0, :, :3], x[0, :, :3])),
+    "mask must be a bool": lambda layer, x: layer(x, T, mask=torch.ones(B, T)),
+    "conv_tail must be": lambda layer, x: layer(x, T, state=state(x[:, None])),
     "chunk_frames must be": lambda layer, x: layer(x, T, chunk_frames=-1),
-    "positive int, got 0": lambda layer, x: layer(x, T, chunk_frames=0),
+    "None or an int from 1, got 0": lambda layer, x: layer(x, T, chunk_frames=0),
     "hidden_size must be": lambda layer, x: BidirectionalGDN(10, 3),
     "conv_kernel_size": lambda layer, x: BidirectionalGDN(C, H, conv_kernel_size=-1),
 }
