@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import torch_kernels
 from .scan import pick_backend
+from .temporal_conv import temporal_conv as accumulated_conv
 from .torch_kernels import accumulation_dtype
 
 
@@ -164,13 +165,18 @@ def select(x: Tensor, mask: Tensor | None) -> Tensor:
     """Tokens x (B, N, C) with zeros in padded frames."""
     if mask is None:
         return x
-    tokens = mask.repeat_interleave(x.shape[1] // mask.shape[1], 1, output_size=x.shape[1])
+    tokens = mask.repeat_interleave(x.shape[1] // max(mask.shape[1], 1), 1, output_size=x.shape[1])
     return torch.where(tokens[..., None], x, 0.0)
+
+
+def _by_frame(x: Tensor, frames: int) -> Tensor:
+    """(B, N, C) -> (B, T, S, C), of a shard without frames too."""
+    return x.unflatten(1, (frames, x.shape[1] // max(frames, 1)))
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, mask: Tensor | None = None) -> Tensor:
     """x · (1 + scale) + shift of tokens x (B, N, C) by their frames' shift and scale (B, T, C), 0 in padded frames."""
-    by_frame = x.unflatten(1, (scale.shape[1], -1)) * (1 + scale.unsqueeze(2)) + shift.unsqueeze(2)
+    by_frame = _by_frame(x, scale.shape[1]) * (1 + scale.unsqueeze(2)) + shift.unsqueeze(2)
     return select(by_frame.flatten(1, 2), mask)
 
 
@@ -205,7 +211,7 @@ def gated_residual(
         out: Tensor = triton_block.residual(x, h, gate, extra, mask, frames)
         return out
     if gate is not None:
-        h = (h.unflatten(1, (frames, -1)) * gate.unsqueeze(2)).flatten(1, 2)
+        h = (_by_frame(h, frames) * gate.unsqueeze(2)).flatten(1, 2)
     return select(x + h if extra is None else x + h + extra, mask)
 
 
@@ -246,3 +252,48 @@ def glu_conv(
         images = F.silu(images)
     value, gate = F.conv2d(images, weight, bias, padding=weight.shape[-1] // 2, groups=len(weight)).chunk(2, 1)
     return (value * F.silu(gate)).permute(0, 2, 3, 1)
+
+
+def temporal_conv(
+    x: Tensor,
+    weight: Tensor,
+    past: Tensor | None = None,
+    future: Tensor | None = None,
+    *,
+    chunk_frames: int | None = None,
+    first_frame: int = 0,
+    backend: str = "auto",
+) -> Tensor:
+    """x_t + W₀ x_{t-1} + W₁ x_t + W₂ x_{t+1}, the last zero where a chunk ends.
+
+    Args:
+        x: (B, T, S, C).
+        weight: (C, 3 C), [W₀, W₁, W₂] side by side.
+        past, future: (B, 1, S, C), the frame before x and the one after it; None for zeros.
+        chunk_frames: no frame sees past the end of its chunk; None for no chunks.
+        first_frame: the number of x's first frame in the clip, from which chunks are counted.
+
+    Returns:
+        like x.
+
+    Source: SANA-Video's feed-forward (arXiv 2509.24695).
+    """
+    if fused(x, backend):
+        past, future, weight = (t if t is None else t.to(x.dtype) for t in (past, future, weight))
+        out: Tensor = accumulated_conv(x, past, future, weight, chunk_frames, first_frame)
+        return out
+    return x + F.linear(temporal_windows(x, past, future, chunk_frames, first_frame), weight)
+
+
+def temporal_windows(
+    x: Tensor, past: Tensor | None, future: Tensor | None, chunk_frames: int | None, first_frame: int
+) -> Tensor:
+    """[x_{t-1}, x_t, x_{t+1}] side by side, (B, T, S, 3 C), zeros past a chunk's end; arguments as in
+    `temporal_conv`."""
+    beyond = x.new_zeros(x.shape[0], 1, *x.shape[2:])
+    frames = torch.cat([beyond if past is None else past, x, beyond if future is None else future], 1)
+    before, after = frames[:, :-2], frames[:, 2:]
+    if chunk_frames is not None:
+        ends = torch.arange(first_frame + 1, first_frame + x.shape[1] + 1, device=x.device) % chunk_frames == 0
+        after = after.masked_fill(ends[:, None, None], 0)
+    return torch.cat([before, x, after], -1)

@@ -15,7 +15,6 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import Attention
 from diffusers.models.embeddings import PixArtAlphaTextProjection, TimestepEmbedding
 from diffusers.models.modeling_utils import ModelMixin
-from diffusers.models.transformers.sana_transformer import GLUMBConv
 from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
@@ -31,6 +30,7 @@ from frame_gdn.parallel import (
     halo,
     rank_and_size,
 )
+from frame_gdn.scan import BACKENDS
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,7 @@ class Clip:
 
     Attributes:
         counts: every rank's number of frames; `start` ... `stop` - 1 of `total` are here.
+        height, width: patches of a frame.
         chunk_frames: no frame sees past the end of its chunk; None means one chunk.
         rotary: cosines and sines, each (N_local, D/2), of the frames here.
         mask: (B, T_local), the frames here that are not padding; `clip_mask` (B, T) those of all ranks. None: all are.
@@ -167,11 +168,23 @@ class Clip:
     start: int
     stop: int
     total: int
+    height: int
+    width: int
     chunk_frames: int | None
     rotary: tuple[Tensor, Tensor]
     mask: Tensor | None
     clip_mask: Tensor | None
     active: int | None
+
+    @property
+    def frames(self) -> int:
+        """How many frames are here."""
+        return self.stop - self.start
+
+    @property
+    def tokens(self) -> int:
+        """S, the tokens of a frame."""
+        return self.height * self.width
 
 
 def select_active(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -183,7 +196,12 @@ class SoftmaxAttention(FrameSharded):
     """Softmax attention over a clip; under chunk_frames a frame attends to its own chunk and to the earlier ones.
 
     Over a group the keys and values of all frames are gathered, and the queries stay where they are.
+
+    Attributes:
+        backend: of the rotary embedding, "torch", "triton" or "auto".
     """
+
+    backend = "auto"
 
     def __init__(self, hidden_size: int, num_heads: int, *, norm_eps: float = 1e-5) -> None:
         super().__init__()
@@ -197,29 +215,36 @@ class SoftmaxAttention(FrameSharded):
         self.to_out = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, x: Tensor, clip: Clip, state: SoftmaxState | None = None) -> tuple[Tensor, SoftmaxState | None]:
-        """x (B, T_local, S, C) → the same shape, and the state after `clip.active` frames."""
-        frames, tokens = x.shape[1:3]
-        x = x.flatten(1, 2)
+        """x (B, N_local, C) → the same shape, and the state after `clip.active` frames."""
         q, k, v = self.norm_q(self.to_q(x)), self.norm_k(self.to_k(x)), self.to_v(x)
-        q, k, v = (projected.to(v.dtype).unflatten(-1, (self.num_heads, -1)) for projected in (q, k, v))
-        q, k = functional.rotary(q, *clip.rotary), functional.rotary(k, *clip.rotary)
-        q, kv = q.unflatten(1, (frames, tokens)), torch.stack([k, v], dim=2).unflatten(1, (frames, tokens))
-        kv = gather_frames(select_active(kv, clip.mask), self.group, clip.counts)
-        past = 0
-        if state is not None:
-            past = state.kv.shape[1]
-            kv = torch.cat([state.kv, kv], dim=1)
+        q, k, v = (t.to(v.dtype).unflatten(-1, (self.num_heads, -1)) for t in (q, k, v))
+        q, k = (functional.rotary(t, *clip.rotary, backend=self.backend) for t in (q, k))
+        q, k, v = (t.unflatten(1, (clip.frames, clip.tokens)) for t in (q, k, v))
+        past = 0 if state is None else state.kv.shape[1]
+        keys, values, final_state = self._of_all_frames(k, v, clip, state)
         seen = None if clip.clip_mask is None else nn.functional.pad(clip.clip_mask, (past, 0), value=True)
 
         out = []
         for first, last, end in key_horizons(clip):
-            keys, values = kv[:, : past + end].flatten(1, 2).unbind(2)
-            allowed = None if seen is None else allowed_keys(seen[:, : past + end], tokens)
-            queries = q[:, first:last]
-            out.append(dispatch_attention_fn(queries.flatten(1, 2), keys, values, attn_mask=allowed).view_as(queries))
-        attended = select_active(torch.cat(out, dim=1), clip.mask)
+            allowed = None if seen is None else allowed_keys(seen[:, : past + end], clip.tokens)
+            to_see = (t[:, : past + end].flatten(1, 2) for t in (keys, values))
+            out.append(dispatch_attention_fn(q[:, first:last].flatten(1, 2), *to_see, attn_mask=allowed))
+        attended = functional.select((out[0] if len(out) == 1 else torch.cat(out, 1)).flatten(2), clip.mask)
+        return self.to_out(attended), final_state
+
+    def _of_all_frames(
+        self, k: Tensor, v: Tensor, clip: Clip, state: SoftmaxState | None
+    ) -> tuple[Tensor, Tensor, SoftmaxState | None]:
+        """Keys and values (B, T_local, S, H, D) → those of the past and of all ranks' frames, and the final state."""
+        k, v = select_active(k, clip.mask), select_active(v, clip.mask)
+        if len(clip.counts) == 1 and state is None and clip.active is None:
+            return k, v, None
+        kv = gather_frames(torch.stack([k, v], dim=3), self.group, clip.counts)
+        if state is not None:
+            kv = torch.cat([state.kv, kv], dim=1)
+        past = kv.shape[1] - clip.total
         final_state = None if clip.active is None else SoftmaxState(kv[:, : past + clip.active])
-        return self.to_out(attended.flatten(3)), final_state
+        return kv[:, :, :, 0], kv[:, :, :, 1], final_state
 
 
 def allowed_keys(seen: Tensor, tokens: int) -> Tensor:
@@ -243,27 +268,61 @@ def key_horizons(clip: Clip) -> Iterator[tuple[int, int, int]]:
         first = last
 
 
+class Taps(nn.Linear):
+    """The three taps of a `TemporalConv`, [W₀, W₁, W₂] side by side.
+
+    What is fused happens within this call, where casting, offloading and adapters expect the weights to be used.
+    """
+
+    def forward(
+        self,
+        input: Tensor,
+        past: Tensor | None = None,
+        future: Tensor | None = None,
+        clip: Clip | None = None,
+        backend: str = "auto",
+    ) -> Tensor:
+        """(..., 3 C) → (..., C); with a clip, `functional.temporal_conv` of input (B, T_local, S, C)."""
+        if clip is None:
+            return super().forward(input)
+        return functional.temporal_conv(
+            input,
+            self.weight,
+            past,
+            future,
+            chunk_frames=clip.chunk_frames,
+            first_frame=clip.start,
+            backend=backend,
+        )
+
+
 class TemporalConv(FrameSharded):
-    """x plus a convolution of width 3 over frames that starts at zero and sees no frame past the end of its chunk."""
+    """x plus a convolution of width 3 over frames that starts at zero and sees no frame past the end of its chunk.
+
+    Attributes:
+        backend: "torch", "triton" or "auto".
+    """
+
+    backend = "auto"
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        # One product over [past, present, future] side by side; where a chunk ends, the future is zero.
-        self.taps = nn.Linear(3 * hidden_size, hidden_size, bias=False)
+        self.taps = Taps(3 * hidden_size, hidden_size, bias=False)
         nn.init.zeros_(self.taps.weight)
 
     def forward(self, x: Tensor, clip: Clip, tail: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """x (B, T_local, S, C) → the same shape, and the tail (B, 1, S, C): x at the frame `clip.active` - 1."""
         x = select_active(x, clip.mask)
-        left, right = halo(x, 1, 1, self.group, clip.counts)
+        past = future = None
+        if len(clip.counts) > 1:
+            past, future = halo(x, 1, 1, self.group, clip.counts)
         if tail is not None and clip.start == 0:
-            left = tail
-        frames = torch.cat([left, x, right], dim=1)
-        past, future = frames[:, :-2], frames[:, 2:]
-        if clip.chunk_frames is not None:
-            ends = torch.arange(clip.start + 1, clip.stop + 1, device=x.device) % clip.chunk_frames == 0
-            future = future.masked_fill(ends[:, None, None], 0)
-        return x + self.taps(torch.cat([past, x, future], dim=-1)), self._final_tail(x, clip, tail)
+            past = tail
+        if type(self.taps) is Taps:
+            out = self.taps(x, past, future, clip, self.backend)
+        else:  # an adapter's or a quantised layer, which takes what the product takes
+            out = x + self.taps(functional.temporal_windows(x, past, future, clip.chunk_frames, clip.start))
+        return out, self._final_tail(x, clip, tail)
 
     def _final_tail(self, x: Tensor, clip: Clip, tail: Tensor | None) -> Tensor | None:
         if clip.active is None:
@@ -279,25 +338,101 @@ class TemporalConv(FrameSharded):
 # --- the transformer ----------------------------------------------------------------------------------------------
 
 
-class FeedForward(nn.Module):
-    """SANA's gated convolutional feed-forward on each frame, then a temporal convolution."""
+class PatchEmbedding(nn.Conv3d):
+    """A convolution of patches that do not overlap, as a matrix product over pixels in channels-last memory."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(B, C_in, T, h, w) → (B, C, T, h/p, w/p), a token's channels next to one another."""
+        _, p, _ = self.kernel_size
+        patches = input.unflatten(4, (-1, p)).unflatten(3, (-1, p)).permute(0, 2, 3, 5, 1, 4, 6)
+        return nn.functional.linear(patches.flatten(4), self.weight.flatten(1), self.bias).permute(0, 4, 1, 2, 3)
+
+
+class Conv2d(nn.Conv2d):
+    """A convolution of images in channels-last memory: pointwise as a matrix product, or with the gate that follows.
+
+    What is fused happens within this call, where casting, offloading and adapters expect the weights to be used.
+    """
+
+    def forward(self, input: Tensor, glu: bool = False, backend: str = "auto") -> Tensor:
+        """(images, C, height, width) → the same of other channels; with `glu`, `functional.glu_conv`."""
+        pixels = input.permute(0, 2, 3, 1)
+        if glu:
+            return functional.glu_conv(pixels, self.weight, self.bias, backend=backend).permute(0, 3, 1, 2)
+        if self.kernel_size == (1, 1):
+            return functional.pointwise_conv(pixels, self.weight, self.bias).permute(0, 3, 1, 2)
+        return super().forward(input)
+
+
+class GLUMBConv(nn.Module):
+    """SANA's gated convolutional feed-forward, with the parameter names of diffusers' module of this name.
+
+    Attributes:
+        backend: "torch", "triton" or "auto".
+    """
+
+    backend = "auto"
 
     def __init__(self, hidden_size: int, expand_ratio: float) -> None:
         super().__init__()
-        self.spatial = GLUMBConv(hidden_size, hidden_size, expand_ratio, residual_connection=False)
+        width = int(expand_ratio * hidden_size)
+        self.conv_inverted = Conv2d(hidden_size, 2 * width, 1)
+        self.conv_depth = Conv2d(2 * width, 2 * width, 3, padding=1, groups=2 * width)
+        self.conv_point = Conv2d(width, hidden_size, 1, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(images, C, height, width) → the same shape."""
+        h = self.conv_inverted(images)
+        if type(self.conv_depth) is Conv2d:
+            h = self.conv_depth(h, glu=True, backend=self.backend)
+        else:  # an adapter's layer
+            value, gate = self.conv_depth(nn.functional.silu(h)).chunk(2, 1)
+            h = value * nn.functional.silu(gate)
+        return self.conv_point(h)
+
+
+class FeedForward(nn.Module):
+    """The gated convolutional feed-forward on each frame, then a temporal convolution."""
+
+    def __init__(self, hidden_size: int, expand_ratio: float) -> None:
+        super().__init__()
+        self.spatial = GLUMBConv(hidden_size, expand_ratio)
         self.temporal = TemporalConv(hidden_size)
 
-    def forward(
-        self, x: Tensor, height: int, width: int, clip: Clip, tail: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """x (B, T_local, S, C) → the same shape, and the temporal convolution's tail."""
-        images = x.flatten(0, 1).unflatten(1, (height, width)).permute(0, 3, 1, 2)
-        out = self.spatial(images).permute(0, 2, 3, 1).reshape(x.shape)
-        return self.temporal(out, clip, tail)
+    def forward(self, x: Tensor, clip: Clip, tail: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x (B, N_local, C) → the same shape, and the temporal convolution's tail."""
+        images = x.view(-1, clip.height, clip.width, x.shape[-1]).permute(0, 3, 1, 2)
+        out = self.spatial(images).permute(0, 2, 3, 1)
+        out, tail = self.temporal(out.reshape(-1, clip.frames, clip.tokens, x.shape[-1]), clip, tail)
+        return out.view(x.shape), tail
+
+
+class ModulatedNorm(nn.LayerNorm):
+    """A norm without parameters of its own, and the modulation that follows it.
+
+    Attributes:
+        backend: "torch", "triton" or "auto".
+    """
+
+    backend = "auto"
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, eps=1e-6, elementwise_affine=False)
+
+    def forward(self, input: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        """input (B, N, C), shift and scale (B, T, C) → layer_norm(input) · (1 + scale) + shift, in input's dtype."""
+        out = functional.modulated_norm(input, shift, scale, eps=self.eps, backend=self.backend)
+        return out.to(input.dtype)
 
 
 class VideoDiTBlock(nn.Module):
-    """Attention over the clip, cross-attention to a text if there is one, feed-forward; modulated frame by frame."""
+    """Attention over the clip, cross-attention to a text if there is one, feed-forward; modulated frame by frame.
+
+    Attributes:
+        backend: of the residual sums, "torch", "triton" or "auto".
+    """
+
+    backend = "auto"
 
     def __init__(
         self,
@@ -310,7 +445,7 @@ class VideoDiTBlock(nn.Module):
         cross_attention: bool,
     ) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
+        self.norm1 = ModulatedNorm(hidden_size)
         self.attn: SoftmaxAttention | BidirectionalGDN
         if softmax:
             self.attn = SoftmaxAttention(hidden_size, num_heads)
@@ -320,7 +455,7 @@ class VideoDiTBlock(nn.Module):
         if cross_attention:
             # No bias: one on the keys would move all logits of a query alike, and never learn.
             self.cross_attn = Attention(hidden_size, heads=num_heads, dim_head=hidden_size // num_heads)
-        self.norm2 = nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
+        self.norm2 = ModulatedNorm(hidden_size)
         self.ff = FeedForward(hidden_size, ffn_expand_ratio)
         # Rows: shift, scale, gate of the attention; shift, scale, gate of the feed-forward. Residual gates that start
         # at 0.5 let a small model learn in minutes, where gates that start at zero do not.
@@ -330,22 +465,20 @@ class VideoDiTBlock(nn.Module):
         self,
         x: Tensor,
         modulation: Tensor,
-        height: int,
-        width: int,
         clip: Clip,
         text: Tensor | None = None,
         text_bias: Tensor | None = None,
         state: BlockState | None = None,
     ) -> tuple[Tensor, BlockState | None]:
-        """x (B, T_local, S, C), modulation (B, T_local, 6, C) → like x, and the state after `clip.active` frames."""
-        shift1, scale1, gate1, shift2, scale2, gate2 = (self.scale_shift_table + modulation)[:, :, :, None].unbind(2)
+        """x (B, N_local, C), modulation (B, T_local, 6, C) → like x, and the state after `clip.active` frames."""
+        shift1, scale1, gate1, shift2, scale2, gate2 = (self.scale_shift_table + modulation).unbind(2)
 
-        h = (self.norm1(x) * (1 + scale1) + shift1).to(x.dtype)
+        h = self.norm1(x, shift1, scale1)
         attn_state = None if state is None else state.attn
         if isinstance(self.attn, BidirectionalGDN):
             h, attn_state = self.attn(
-                h.flatten(1, 2),
-                h.shape[1],
+                h,
+                clip.frames,
                 rotary=clip.rotary,
                 mask=clip.mask,
                 state=attn_state,
@@ -355,15 +488,18 @@ class VideoDiTBlock(nn.Module):
             )
         else:
             h, attn_state = self.attn(h, clip, attn_state)
-        x = x + gate1 * h.view_as(x)  # under autocast the residual stream is float32
+        x = self._add(x, h, clip, gate1)  # under autocast the residual stream is float32
 
         if self.cross_attn is not None:
-            x = x + self.cross_attn(x.flatten(1, 2), text, text_bias).view_as(x)
+            x = self._add(x, self.cross_attn(x, text, text_bias), clip)
 
-        h = (self.norm2(x) * (1 + scale2) + shift2).to(x.dtype)
-        h, tail = self.ff(h, height, width, clip, None if state is None else state.conv_tail)
-        x = x + gate2 * h
+        h = self.norm2(x, shift2, scale2)
+        h, tail = self.ff(h, clip, None if state is None else state.conv_tail)
+        x = self._add(x, h, clip, gate2)
         return x, None if clip.active is None else BlockState(attn_state, tail)
+
+    def _add(self, x: Tensor, h: Tensor, clip: Clip, gate: Tensor | None = None) -> Tensor:
+        return functional.gated_residual(x, h, gate, frames=clip.frames, backend=self.backend)
 
 
 class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
@@ -403,7 +539,7 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         super().__init__()
         hidden_size = num_attention_heads * attention_head_dim
         patch = (1, patch_size, patch_size)
-        self.patch_embedding = nn.Conv3d(in_channels, hidden_size, kernel_size=patch, stride=patch)
+        self.patch_embedding = PatchEmbedding(in_channels, hidden_size, kernel_size=patch, stride=patch)
         self.time_embedding = TimestepEmbedding(256, hidden_size)
         self.time_modulation = nn.Linear(hidden_size, 6 * hidden_size)
         nn.init.zeros_(self.time_modulation.weight)
@@ -422,7 +558,7 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
             )
             for index in range(num_layers)
         )
-        self.norm_out = nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
+        self.norm_out = ModulatedNorm(hidden_size)
         self.scale_shift_table = nn.Parameter(torch.zeros(2, hidden_size))
         self.proj_out = nn.Linear(hidden_size, patch_size**2 * (out_channels or in_channels))
         self.gradient_checkpointing = False
@@ -475,12 +611,13 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
             timestep = timestep[:, None].expand(batch, num_frames)
         timestep = select_active(timestep, frame_mask)
 
-        # 1. Patches, one frame at a time: (B, T, S, C). A shard without frames passes too.
-        x = self.patch_embedding(hidden_states.transpose(1, 2).flatten(0, 1).unsqueeze(2))
-        x = x.flatten(2).transpose(1, 2).unflatten(0, (batch, num_frames))
+        # 1. Patches to tokens, (B, N, C). A shard without frames passes too.
+        x = self.patch_embedding(hidden_states).permute(0, 2, 3, 4, 1).flatten(1, 3)
 
         # 2. Where these frames are in the clip
-        clip = self._locate(x, height, width, frame_mask, chunk_frames, state, output_state, frames_per_rank)
+        clip = self._locate(
+            x, num_frames, height, width, frame_mask, chunk_frames, state, output_state, frames_per_rank
+        )
 
         # 3. Noise levels and text
         features = timestep_features(timestep, 256, at_least_float32(x.dtype)).to(x.dtype)
@@ -496,7 +633,7 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         states = []
         for index, block in enumerate(self.blocks):
             block_state = None if state is None else state.blocks[index]
-            arguments = (x, modulation, height, width, clip, text, text_bias, block_state)
+            arguments = (x, modulation, clip, text, text_bias, block_state)
             if torch.is_grad_enabled() and self.gradient_checkpointing:
                 x, block_state = self._gradient_checkpointing_func(block, *arguments)
             else:
@@ -504,8 +641,8 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
             states.append(block_state)
 
         # 5. Back to latents
-        shift, scale = (self.scale_shift_table + embedded[:, :, None])[:, :, :, None].unbind(2)
-        x = self.proj_out((self.norm_out(x) * (1 + scale) + shift).to(x.dtype))
+        shift, scale = (self.scale_shift_table + embedded[:, :, None]).unbind(2)
+        x = self.proj_out(self.norm_out(x, shift, scale))
         out_channels = self.config.out_channels or self.config.in_channels
         x = x.reshape(batch, num_frames, height, width, patch_size, patch_size, out_channels)
         sample = x.permute(0, 6, 1, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)
@@ -515,9 +652,22 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
             new_state = VideoDiTState(states, clip.active + (0 if state is None else state.frames))
         return VideoDiTOutput(sample, new_state) if return_dict else (sample, new_state)
 
+    def set_backend(self, backend: str) -> None:
+        """What all modules compute on: "torch", "triton" or "auto", which it is anyway. Kept in no configuration.
+
+        Raises:
+            ValueError: another name.
+        """
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+        for module in self.modules():
+            if hasattr(module, "backend"):
+                module.backend = backend
+
     def _locate(
         self,
         x: Tensor,
+        num_frames: int,
         height: int,
         width: int,
         mask: Tensor | None,
@@ -530,7 +680,7 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         given = (mask is not None) + 2 * (state is not None) + 4 * output_state
         heads, head_dim = self.config.num_attention_heads, self.config.attention_head_dim
         counts = agree(
-            Call("other", x.shape[0], heads, head_dim, x.dtype, given, x.shape[1], chunk_frames or 0),
+            Call("other", x.shape[0], heads, head_dim, x.dtype, given, num_frames, chunk_frames or 0),
             self.group,
             frames_per_rank,
             positions=True,
@@ -545,10 +695,12 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         return Clip(
             counts=counts,
             start=start,
-            stop=start + x.shape[1],
+            stop=start + num_frames,
             total=total,
+            height=height,
+            width=width,
             chunk_frames=chunk_frames,
-            rotary=rotary_table(head_dim, range(first, first + x.shape[1]), height, width, like=x),
+            rotary=rotary_table(head_dim, range(first, first + num_frames), height, width, like=x),
             mask=mask,
             clip_mask=clip_mask,
             active=active,
