@@ -1,13 +1,23 @@
 """Video files in and out, with PyAV alone: frames at the size and rate that a model wants, cut into shots and clips.
 
 A video in memory is a uint8 tensor (T, H, W, 3), RGB. Whatever is wrong with a file is a `VideoError` that names it.
+
+What a file says of itself is used: the time of each frame, its colour matrix and range, the shape of its pixels, how
+the camera was held. What cannot be used as the file says it is a `VideoError` too.
 """
 
+from __future__ import annotations
+
+import errno
+import math
 import os
+import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 import av
 import numpy as np
@@ -15,6 +25,28 @@ import torch
 from torch import Tensor
 
 VIDEO_SUFFIXES = frozenset({".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"})
+
+CONTAINERS = "mov,matroska,avi,mpeg,mpegts,mpegvideo,m4v,h264,hevc,flv,asf,ogg,nut,ivf,obu,wav"
+"""FFmpeg's names of the containers that are opened. None of them points to other files, as a playlist does."""
+
+LARGEST_GAP = 10.0
+"""Seconds between two frames beyond which the timestamps of a file of variable rate are taken to be broken."""
+
+LARGEST_CROP = 16
+"""A picture is scaled to cover the size asked for and cropped. One of which less than a sixteenth would be left has a
+shape, or a shape of its pixels, that is taken to be broken."""
+
+# AVColorSpace to swscale's number for the same matrix; BT.470 BG, BT.601 and SMPTE 170M share one.
+COLOUR_MATRICES = {1: 1, 4: 4, 5: 5, 6: 5, 7: 7, 9: 9}
+UNSPECIFIED_MATRIX, BT709, BT601 = 2, 1, 5
+# SWS_AREA | SWS_ACCURATE_RND | SWS_FULL_CHR_H_INT: without the last two a colour is off by up to two levels.
+AREA_AVERAGING = 0x20 | 0x40000 | 0x2000
+LIMITED_RANGE, FULL_RANGE = 1, 2
+# AVColorTransferCharacteristic of video that is brighter than a screen, which would have to be tone-mapped.
+HDR_TRANSFERS = {16: "PQ", 18: "HLG"}
+
+MOST_REORDERED = 32
+"""Places by which the order of decoding and that of showing differ at most."""
 
 
 class VideoError(ValueError):
@@ -33,10 +65,7 @@ class ClipSpec:
     fps: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("height", "width", "num_frames", "stride", "fps"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+        _check_options(**vars(self))
 
 
 class CutDetector:
@@ -76,42 +105,41 @@ class CutDetector:
 
 
 def video_fps(path: str | os.PathLike[str]) -> Fraction:
-    """The file's average frame rate, in frames a second."""
-    try:
-        with av.open(os.fspath(path)) as container:
-            return _rate(_video_stream(container, path), path)
-    except (av.error.FFmpegError, OSError) as error:
-        raise VideoError(f"{path}: cannot be read as a video ({error.strerror})") from error
+    """The file's average frame rate in frames a second: its header's, or its timestamps' where they say otherwise.
+
+    Raises:
+        VideoError: the file cannot be read, holds no video or says nothing of its rate.
+    """
+    return _read_timing(path).rate
 
 
 def read_video(
     path: str | os.PathLike[str], height: int, width: int, *, num_frames: int | None = None, fps: float | None = None
 ) -> Tensor:
-    """The first `num_frames` frames of a file (None: all of them), whatever its shots.
-
-    Frames are scaled to cover (height, width) and cropped at the centre; `fps` drops frames to that rate.
+    """The first `num_frames` frames of a file (None: all of them), whatever its shots; see `iter_frames`.
 
     Returns:
         uint8 (T, height, width, 3).
 
     Raises:
-        VideoError: the file cannot be decoded, holds no video, has fewer frames than asked for, or is slower than
-            `fps`.
+        VideoError: as for `iter_frames`, or the file has fewer frames than asked for.
+        ValueError: a size, count or rate that is not positive.
     """
+    _check_options(num_frames=num_frames)
     frames = []
     for frame, _ in iter_frames(path, height, width, fps):
         frames.append(frame)
         if len(frames) == num_frames:
             break
     if not frames or (num_frames is not None and len(frames) < num_frames):
-        raise VideoError(f"{path}: {len(frames)} frames, wanted {num_frames or 'at least 1'}")
+        raise VideoError(f"{printable(path)}: {len(frames)} frames, wanted {num_frames or 'at least 1'}")
     return torch.stack(frames)
 
 
 def iter_clips(path: str | os.PathLike[str], spec: ClipSpec) -> Iterator[tuple[int, Tensor]]:
     """The clips of a file: (index of its first frame, uint8 (num_frames, height, width, 3)). None spans two shots.
 
-    Frames are counted after `spec.fps` has dropped some. One clip is held in memory at a time.
+    Frames are counted at `spec.fps`. One clip is held in memory at a time.
 
     Raises:
         VideoError: as for `read_video`; a file too short for any clip yields none instead.
@@ -141,41 +169,135 @@ def iter_frames(
 ) -> Iterator[tuple[Tensor, bool]]:
     """Every frame of a file as (uint8 (height, width, 3), whether it begins a shot), decoded one at a time.
 
-    Cuts are looked for at the file's own rate, before `fps` drops frames.
+    A frame is upright, in square pixels, scaled to cover (height, width) and cropped at the centre.
+
+    Real time is kept. With `fps`, each multiple of 1 / fps seconds takes the frame nearest to it: frames are dropped,
+    and repeated where a file of variable rate is slow for a while. Without `fps`, a file of constant rate gives every
+    frame, and one of variable rate is read at its average. Cuts are looked for in all frames of the file.
 
     Raises:
-        VideoError: the file cannot be decoded, holds no video, or is slower than `fps`.
+        VideoError: the file cannot be decoded, holds no video, is slower on average than `fps`, or says of itself what
+            cannot be used: timestamps that go back or leap, colours that are not converted here (HDR, a matrix that
+            swscale lacks), a picture at an odd angle, or one of which only a sliver would be left.
+        ValueError: a size or rate that is not positive.
     """
+    _check_options(height=height, width=width, fps=fps)
+    timing = _read_timing(path)
+    # A hundredth of slack, so that 29.97 frames a second pass for 30.
+    if fps is not None and timing.rate < 0.99 * fps:
+        raise VideoError(
+            f"{printable(path)}: {float(timing.rate):g} frames a second, slower than the {fps:g} asked for"
+        )
+    frames = _decode(path, timing)
+    if fps is not None or not timing.is_constant:
+        frames = _at_rate(frames, float(fps or timing.rate), timing.last_duration)
+    previous = picture = None
+    for frame in frames:
+        if frame.decoded is not previous:  # a repeated frame is scaled once
+            previous, picture = frame.decoded, _cover(frame, height, width, path)
+        yield picture, frame.begins_shot
+
+
+class _Frame(NamedTuple):
+    decoded: av.VideoFrame
+    time: float  # seconds
+    begins_shot: bool
+    pixel_aspect: float  # width over height of a pixel
+
+
+def _decode(path: str | os.PathLike[str], timing: _Timing) -> Iterator[_Frame]:
     is_cut = CutDetector()
-    try:
-        with av.open(os.fspath(path)) as container:
-            stream = _video_stream(container, path)
-            rate = _rate(stream, path)
-            # A hundredth of slack, so that 29.97 frames a second pass for 30.
-            if fps is not None and rate < 0.99 * fps:
-                raise VideoError(f"{path}: {float(rate):g} frames a second, slower than the {fps:g} asked for")
-            pixel_aspect = float(stream.sample_aspect_ratio or 1)
-            first_time, last_slot, begins_shot = None, -1, False
-            for index, frame in enumerate(container.decode(stream)):
-                if frame.is_corrupt:
-                    raise VideoError(f"{path}: frame {index} is corrupt")
-                begins_shot |= is_cut(_to_rgb(frame, *CutDetector.size))
-                time = float(index / rate) if frame.time is None else frame.time
-                first_time = time if first_time is None else first_time
-                if fps is not None:
-                    # Time is cut into slots of 1 / fps; the frame nearest to a slot's start is the one kept of it.
-                    slot = int((time - first_time + 0.5 / float(rate)) * fps + 1e-6)
-                    if slot <= last_slot:
-                        continue
-                    last_slot = slot
-                yield torch.from_numpy(_cover(frame, height, width, pixel_aspect)), begins_shot
-                begins_shot = False
-    except (av.error.FFmpegError, OSError) as error:
-        raise VideoError(f"{path}: cannot be read as a video ({error.strerror})") from error
+    with _open(path) as container:
+        stream = _video_stream(container, path)
+        if stream.codec_context.color_trc in HDR_TRANSFERS:
+            kind = HDR_TRANSFERS[stream.codec_context.color_trc]
+            raise VideoError(f"{printable(path)}: HDR video ({kind}), which would have to be tone-mapped first")
+        pixel_aspect = float(stream.sample_aspect_ratio or 1)
+        for index, frame in enumerate(container.decode(stream)):
+            if frame.is_corrupt:
+                raise VideoError(f"{printable(path)}: frame {index} is corrupt")
+            begins_shot = is_cut(_to_rgb(frame, *CutDetector.size, path))
+            yield _Frame(frame, timing.time_of(index, frame), begins_shot, pixel_aspect)
+
+
+def _at_rate(frames: Iterator[_Frame], fps: float, last_duration: float) -> Iterator[_Frame]:
+    """The frame nearest to each multiple of 1 / fps seconds from the first frame on."""
+    count, begins_shot = 0, False
+    newest: _Frame | None = None  # how long it is the nearest is known when the next one is
+    start = 0.0
+    for frame in frames:
+        if newest is None:
+            start = frame.time
+        else:  # up to the middle between two frames the earlier one is the nearer
+            middle = (newest.time + frame.time) / 2 - start
+            while count <= middle * fps + 1e-6:
+                yield newest._replace(begins_shot=begins_shot)
+                count, begins_shot = count + 1, False
+        newest, begins_shot = frame, begins_shot or frame.begins_shot
+    if newest is not None:
+        end = newest.time + last_duration - start
+        while count < math.floor(end * fps + 0.5 + 1e-6):
+            yield newest._replace(begins_shot=begins_shot)
+            count, begins_shot = count + 1, False
+
+
+@dataclass(frozen=True)
+class _Timing:
+    """When a file's frames are shown: their rate in frames a second, and their timestamps in seconds, sorted."""
+
+    rate: Fraction
+    is_constant: bool
+    times: np.ndarray
+    last_duration: float
+    is_stamped: bool  # a decoded frame has the time at which it is shown
+
+    def time_of(self, index: int, frame: av.VideoFrame) -> float:
+        """The time of the `index`th decoded frame."""
+        if self.is_stamped and frame.time is not None:
+            return float(frame.time)
+        return float(self.times[index]) if index < len(self.times) else index / float(self.rate)
+
+
+def _read_timing(path: str | os.PathLike[str]) -> _Timing:
+    """The timestamps of a file's video, read without decoding it."""
+    stamps = []
+    with _open(path) as container:
+        stream = _video_stream(container, path)
+        header_rate = stream.average_rate or stream.guessed_rate
+        # AVI stores frames in the order of decoding and only that order's times.
+        is_stamped = container.format.name != "avi"
+        for packet in container.demux(stream):
+            stamp = packet.dts if packet.pts is None else packet.pts
+            if packet.size and stamp is not None and not packet.is_discard:
+                stamps.append(float(stamp * packet.time_base))
+
+    order = np.argsort(stamps, kind="stable")
+    times = np.array(stamps, dtype=np.float64)[order]
+    span = float(times[-1] - times[0]) if len(times) else 0.0
+    if span <= 0:
+        if not header_rate:
+            raise VideoError(f"{printable(path)}: has no frame rate")
+        return _Timing(Fraction(header_rate), True, times, 1 / float(header_rate), False)
+    # Decoding reorders frames a little; a stream whose clock starts anew reorders them by more.
+    if np.abs(order - np.arange(len(order))).max() > MOST_REORDERED:
+        raise VideoError(f"{printable(path)}: its timestamps go back")
+    intervals = len(times) - 1
+    rate = Fraction(intervals / span).limit_denominator(1_000_000)
+    if header_rate and abs(float(header_rate) * span - intervals) <= max(0.25, 0.01 * intervals):
+        rate = Fraction(header_rate)
+    even = times[0] + span / intervals * np.arange(len(times))
+    is_constant = bool(np.abs(times - even).max() < 0.5 * span / intervals)
+    if not is_constant and np.diff(times).max() > LARGEST_GAP:
+        raise VideoError(f"{printable(path)}: its timestamps leap by {np.diff(times).max():.0f} s")
+    # A last frame is taken to last as long as the one before it: the duration that it is given is often a default.
+    last_duration = min(float(times[-1] - times[-2]), LARGEST_GAP)
+    return _Timing(rate, is_constant, times, last_duration, is_stamped)
 
 
 def write_video(path: str | os.PathLike[str], video: Tensor, fps: float | Fraction, *, crf: int = 16) -> None:
     """Writes uint8 (T, H, W, 3) as H.264 in 4:2:0, which every player shows; the container is the file name's.
+
+    Colours are BT.709 in limited range, and the file says so.
 
     `crf` is x264's constant rate factor: 0 is near lossless, 23 its default, larger is smaller.
 
@@ -186,8 +308,7 @@ def write_video(path: str | os.PathLike[str], video: Tensor, fps: float | Fracti
         raise ValueError(f"video must be uint8 (T, H, W, 3) with T >= 1, got {video.dtype} {tuple(video.shape)}")
     if video.shape[1] % 2 or video.shape[2] % 2:
         raise ValueError(f"height and width must be even, got {video.shape[1]} × {video.shape[2]}")
-    if fps <= 0:
-        raise ValueError(f"fps must be positive, got {fps}")
+    _check_options(fps=fps)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with av.open(os.fspath(path), mode="w") as container:
         # Broadcast rates are multiples of 1/1001: 29.97 becomes 30000/1001 and whole numbers stay whole.
@@ -195,36 +316,136 @@ def write_video(path: str | os.PathLike[str], video: Tensor, fps: float | Fracti
         stream.height, stream.width = video.shape[1:3]
         stream.pix_fmt = "yuv420p"
         stream.options = {"crf": str(crf)}
-        for frame in video.cpu().numpy():
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        colours = stream.codec_context
+        colours.colorspace = colours.color_primaries = colours.color_trc = BT709
+        colours.color_range = LIMITED_RANGE
+        for pixels in video.cpu().numpy():
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(
+                format="yuv420p",
+                src_colorspace=BT709,
+                dst_colorspace=BT709,
+                src_color_range=FULL_RANGE,
+                dst_color_range=LIMITED_RANGE,
+            )
+            container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
 
 
+def printable(path: str | os.PathLike[str]) -> str:
+    """A path as text that can be logged and stored: bytes of a file name that are no UTF-8 are written as \\xNN."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def _check_options(**options: float | None) -> None:
+    """Raises ValueError for what is given and not positive, or, but for fps, no whole number."""
+    for name, value in options.items():
+        if value is None:
+            continue
+        is_number = isinstance(value, (int, float, Fraction)) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or (name != "fps" and not isinstance(value, int)):
+            raise ValueError(f"{name} must be a {'finite' if name == 'fps' else 'whole'} number, got {value!r}")
+        if value <= 0:
+            raise ValueError(f"{name} must be positive, got {value}")
+
+
+@contextmanager
+def _open(path: str | os.PathLike[str]) -> Iterator[av.container.InputContainer]:
+    """A file's container. Whatever goes wrong while it is open is a VideoError."""
+    try:
+        with av.open(
+            # The prefix keeps a name such as concat:a.mp4 a file name.
+            f"file:{os.fspath(path)}",
+            # A text such as the title may be in any encoding, and is not used.
+            metadata_errors="replace",
+            # Not `options`, which go to the streams too: PyAV below 17.1 crashes there on an MPEG programme stream.
+            container_options={"format_whitelist": CONTAINERS, "protocol_whitelist": "file"},
+        ) as container:
+            yield container
+    except VideoError:
+        raise
+    except (av.error.FFmpegError, OSError, ValueError, ArithmeticError, MemoryError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        if getattr(error, "errno", None) == errno.EINVAL:
+            reason += "; a container that is not opened here, such as a playlist, says this too"
+        raise VideoError(f"{printable(path)}: cannot be read as a video ({reason})") from error
+
+
 def _video_stream(container: av.container.InputContainer, path: str | os.PathLike[str]) -> av.video.stream.VideoStream:
-    if not container.streams.video:
-        raise VideoError(f"{path}: holds no video stream")
-    return container.streams.video[0]
+    """The stream that a player shows; a cover picture is none."""
+    streams = [s for s in container.streams.video if not s.disposition & av.stream.Disposition.attached_pic]
+    if not streams:
+        raise VideoError(f"{printable(path)}: holds no video stream")
+    best = container.streams.best("video")
+    return best if best in streams else streams[0]
 
 
-def _rate(stream: av.video.stream.VideoStream, path: str | os.PathLike[str]) -> Fraction:
-    rate = stream.average_rate or stream.guessed_rate
-    if not rate:
-        raise VideoError(f"{path}: has no frame rate")
-    return Fraction(rate)
-
-
-def _cover(frame: av.VideoFrame, height: int, width: int, pixel_aspect: float) -> np.ndarray:
+def _cover(frame: _Frame, height: int, width: int, path: str | os.PathLike[str]) -> Tensor:
     """A frame upright and in square pixels, scaled to cover (height, width) and cropped at the centre."""
-    turned = frame.rotation % 180 != 0  # a phone held upright writes its frames lying down
-    if turned:
+    decoded = frame.decoded
+    is_transposed, flipped_axes = _orientation(decoded, path)
+    if is_transposed:  # a phone held upright writes its frames lying down
         height, width = width, height
-    shown_width = frame.width * pixel_aspect
-    scale = max(height / frame.height, width / shown_width)
-    scaled_height, scaled_width = max(height, round(frame.height * scale)), max(width, round(shown_width * scale))
+    shown_width = decoded.width * frame.pixel_aspect
+    scale = max(height / decoded.height, width / shown_width) if shown_width > 0 else math.inf
+    if scale**2 * decoded.height * shown_width > LARGEST_CROP * height * width:
+        raise VideoError(
+            f"{printable(path)}: {decoded.width} × {decoded.height} pixels, each {frame.pixel_aspect:g} times as wide "
+            f"as high; of that, {width} × {height} would show a sliver"
+        )
+    scaled_height, scaled_width = max(height, round(decoded.height * scale)), max(width, round(shown_width * scale))
     top, left = (scaled_height - height) // 2, (scaled_width - width) // 2
-    picture = _to_rgb(frame, scaled_width, scaled_height)[top : top + height, left : left + width]
-    return np.ascontiguousarray(np.rot90(picture, k=frame.rotation // 90))
+    picture = _to_rgb(decoded, scaled_width, scaled_height, path)[top : top + height, left : left + width]
+    if is_transposed:
+        picture = picture.swapaxes(0, 1)
+    return torch.from_numpy(np.ascontiguousarray(np.flip(picture, flipped_axes)))
 
 
-def _to_rgb(frame: av.VideoFrame, width: int, height: int) -> np.ndarray:
-    return frame.reformat(width=width, height=height, format="rgb24", interpolation="AREA").to_ndarray()
+def _orientation(frame: av.VideoFrame, path: str | os.PathLike[str]) -> tuple[bool, tuple[int, ...]]:
+    """How a stored picture becomes upright: whether rows and columns change places, and then which of them are
+    mirrored.
+
+    FFmpeg's display matrix, nine int32, takes a point (p right, q down) to (a·p + c·q, b·p + d·q).
+    """
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return False, ()
+    a, b, _, c, d = struct.unpack("=5i", bytes(matrix)[:20])
+    straight, crossed = min(abs(a), abs(d)), min(abs(b), abs(c))
+    # What is not a quarter turn or a mirror image has all four entries.
+    if max(abs(b), abs(c)) < 0.01 * straight:
+        return False, tuple(axis for axis, entry in ((0, d), (1, a)) if entry < 0)
+    if max(abs(a), abs(d)) < 0.01 * crossed:
+        return True, tuple(axis for axis, entry in ((0, b), (1, c)) if entry < 0)
+    raise VideoError(f"{printable(path)}: its picture is to be turned by an odd angle, matrix {a, b, c, d}")
+
+
+def _to_rgb(frame: av.VideoFrame, width: int, height: int, path: str | os.PathLike[str]) -> np.ndarray:
+    """A frame as uint8 (height, width, 3), by the matrix and range that it says it has."""
+    matrix, color_range = _colours(frame, path)
+    # PyAV below 17 ignores both where source and destination name the same matrix; RGB, which has none, needs that.
+    other = BT601 if matrix == BT709 else BT709
+    rgb = frame.reformat(
+        width=width,
+        height=height,
+        format="rgb24",
+        interpolation=AREA_AVERAGING,
+        src_colorspace=BT709 if matrix is None else matrix,
+        dst_colorspace=BT709 if matrix is None else other,
+        src_color_range=color_range,
+        dst_color_range=FULL_RANGE,
+    )
+    return rgb.to_ndarray()
+
+
+def _colours(frame: av.VideoFrame, path: str | os.PathLike[str]) -> tuple[int | None, int]:
+    """swscale's number of the matrix by which a frame's colours are coded (None: RGB or grey), and their range."""
+    name = frame.format.name
+    if frame.format.is_rgb or name.startswith("gray"):
+        return None, FULL_RANGE
+    said = frame.color_range in (LIMITED_RANGE, FULL_RANGE)
+    color_range = frame.color_range if said else FULL_RANGE if name.startswith("yuvj") else LIMITED_RANGE
+    if frame.colorspace == UNSPECIFIED_MATRIX:  # by size, as players do
+        return BT709 if frame.width >= 1280 or frame.height > 576 else BT601, color_range
+    if frame.colorspace not in COLOUR_MATRICES:
+        raise VideoError(f"{printable(path)}: colours coded by matrix {frame.colorspace} of ISO/IEC 23091-2")
+    return COLOUR_MATRICES[frame.colorspace], color_range
