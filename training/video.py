@@ -322,6 +322,7 @@ def write_video(path: str | os.PathLike[str], video: Tensor, fps: float | Fracti
         for pixels in video.cpu().numpy():
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(
                 format="yuv420p",
+                interpolation=AREA_AVERAGING,
                 src_colorspace=BT709,
                 dst_colorspace=BT709,
                 src_color_range=FULL_RANGE,
