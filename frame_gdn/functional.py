@@ -171,7 +171,8 @@ def select(x: Tensor, mask: Tensor | None) -> Tensor:
 
 def _by_frame(x: Tensor, frames: int) -> Tensor:
     """(B, N, C) -> (B, T, S, C), of a shard without frames too."""
-    return x.unflatten(1, (frames, x.shape[1] // max(frames, 1)))
+    B, N, C = x.shape
+    return x.reshape(B, frames, N // max(frames, 1), C)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -279,8 +280,8 @@ def temporal_conv(
     Source: SANA-Video's feed-forward (arXiv 2509.24695).
     """
     if fused(x, backend):
-        past, future, weight = (t if t is None else t.to(x.dtype) for t in (past, future, weight))
-        out: Tensor = accumulated_conv(x, past, future, weight, chunk_frames, first_frame)
+        past, future = (None if t is None else t.to(x.dtype) for t in (past, future))
+        out: Tensor = accumulated_conv(x, past, future, weight.to(x.dtype), chunk_frames, first_frame)
         return out
     return x + F.linear(temporal_windows(x, past, future, chunk_frames, first_frame), weight)
 

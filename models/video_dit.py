@@ -359,7 +359,7 @@ class Conv2d(nn.Conv2d):
         pixels = input.permute(0, 2, 3, 1)
         if glu:
             return functional.glu_conv(pixels, self.weight, self.bias, backend=backend).permute(0, 3, 1, 2)
-        if self.kernel_size == (1, 1):
+        if self.kernel_size == (1, 1) and self.groups == 1:
             return functional.pointwise_conv(pixels, self.weight, self.bias).permute(0, 3, 1, 2)
         return super().forward(input)
 
@@ -401,9 +401,10 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor, clip: Clip, tail: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x (B, N_local, C) → the same shape, and the temporal convolution's tail."""
-        images = x.view(-1, clip.height, clip.width, x.shape[-1]).permute(0, 3, 1, 2)
+        batch, _, channels = x.shape
+        images = x.view(batch * clip.frames, clip.height, clip.width, channels).permute(0, 3, 1, 2)
         out = self.spatial(images).permute(0, 2, 3, 1)
-        out, tail = self.temporal(out.reshape(-1, clip.frames, clip.tokens, x.shape[-1]), clip, tail)
+        out, tail = self.temporal(out.reshape(batch, clip.frames, clip.tokens, channels), clip, tail)
         return out.view(x.shape), tail
 
 
