@@ -62,8 +62,8 @@ def choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def integers(name: str, value: Any, least: int) -> None:
-    """A list or tuple of ints of at least `least`."""
-    if not isinstance(value, (list, tuple)) or not all(is_integer(item) and item >= least for item in value):
+    """A list, tuple or range of ints of at least `least`."""
+    if not isinstance(value, (list, tuple, range)) or not all(is_integer(item) and item >= least for item in value):
         raise ValueError(f"{name} must be a list of ints from {least}, got {shown(value)}")
 
 
@@ -118,13 +118,25 @@ def tensor(
         raise ValueError(f"{name} must be a {kind} tensor {wanted}{where}, got {shown(value)}")
 
 
+def mask(name: str, value: Any, shape: Sequence[int | str], device: torch.device | None = None) -> None:
+    """A tensor of bool, of integers or floating point, as tokenizers and pipelines give a mask of 1 and 0."""
+    dtype = value.dtype if isinstance(value, Tensor) and not value.dtype.is_complex else torch.bool
+    tensor(name, value, shape, dtype=dtype, device=device)
+
+
+def movable(name: str, value: Tensor, device: torch.device) -> None:
+    """A tensor that can be copied to a device: one on the meta device holds no data."""
+    if value.is_meta and device.type != "meta":
+        raise ValueError(f"{name} must be a tensor with data, to be used on {device}, got {shown(value)}")
+
+
 def suits(name: str, value: Tensor, module: nn.Module) -> None:
     """A tensor of the dtype and on the device that a Linear or convolution takes, so far as its weight tells.
 
     Nothing is known of a module whose call is not its class's own (offloading and casting hooks, adapters, quantised
     weights); autocast brings the dtype itself.
     """
-    if torch.compiler.is_compiling() or type(module) not in (nn.Linear, nn.Conv3d) or "forward" in vars(module):
+    if torch.compiler.is_compiling() or not isinstance(module, (nn.Linear, nn.Conv3d)) or "forward" in vars(module):
         return
     weight = module.weight
     if type(weight) is not nn.Parameter or type(weight.data) is not Tensor or module._forward_pre_hooks:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import hosts
+from . import checks, hosts
 from .parallel import FrameSharded, rank_and_size
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -27,6 +27,8 @@ def parallelize(model: Model, mesh_or_group: DeviceMesh | ProcessGroup | None) -
     Raises:
         ValueError: a model without such a site, a mesh without such a dimension, a group this process is not in.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a module, got {checks.shown(model)}")
     group = cp_group(mesh_or_group)
     host = hosts.find(model)
     if host is not None and group is not None:

@@ -7,10 +7,12 @@ from itertools import count
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, ModelMixin
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, ModelMixin, SchedulerMixin
 from diffusers.utils import BaseOutput
 from diffusers.utils.torch_utils import randn_tensor
-from torch import Tensor
+from torch import Tensor, nn
+
+from . import checks
 
 PREDICTION_TYPES = ("velocity", "sample")
 
@@ -33,6 +35,9 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
             is: `transformer(latents, timestep (B, T), ..., state=, output_state=)` with `.sample` and `.state`.
         scheduler: flow matching; a level sigma mixes (1 - sigma) · clip + sigma · noise.
         prediction_type: what the model was trained to predict, "velocity" (noise - clip) or "sample" (the clean clip).
+
+    Raises:
+        ValueError: a model that is not chunk-causal, a scheduler that is not flow matching, another prediction_type.
     """
 
     model_cpu_offload_seq = "transformer"
@@ -41,10 +46,17 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
         self, transformer: ModelMixin, scheduler: FlowMatchEulerDiscreteScheduler, prediction_type: str = "velocity"
     ) -> None:
         super().__init__()
-        if prediction_type not in PREDICTION_TYPES:
-            raise ValueError(f"prediction_type must be one of {PREDICTION_TYPES}, got {prediction_type!r}")
-        if not transformer.config.chunk_frames:
+        checks.choice("prediction_type", prediction_type, PREDICTION_TYPES)
+        if not isinstance(transformer, nn.Module) or not hasattr(transformer, "config"):
+            raise ValueError(f"transformer must be a model of diffusers' kind, got {checks.shown(transformer)}")
+        config: Any = transformer.config
+        if not config.get("chunk_frames"):
             raise ValueError("a rollout needs a chunk-causal model: the transformer's config.chunk_frames is not set")
+        if not is_flow_matching(scheduler):
+            raise ValueError(
+                f"scheduler must be a flow-matching one such as FlowMatchEulerDiscreteScheduler, "
+                f"got {checks.shown(scheduler)}"
+            )
         self.register_modules(transformer=transformer, scheduler=scheduler)
         self.register_to_config(prediction_type=prediction_type)
 
@@ -59,6 +71,7 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
         prompt_attention_mask: Tensor | None = None,
     ) -> RolloutOutput:
         """The next `num_chunks` chunks of a clip at once; arguments and errors as `stream`."""
+        checks.integer("num_chunks", num_chunks, 1)
         text = {"prompt_embeds": prompt_embeds, "prompt_attention_mask": prompt_attention_mask}
         chunks = []
         with self.progress_bar(total=num_chunks) as progress:
@@ -88,17 +101,51 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
             prompt_attention_mask: (B, L), True where the text is no padding.
 
         Raises:
-            ValueError: first frames that are not a whole number of chunks.
+            ValueError: before anything is computed, first frames that are not a whole number of chunks or do not fit
+                the model, a text that does not fit either, and whatever is out of its range.
         """
-        chunk_frames = self.transformer.config.chunk_frames
-        if first_frames.dim() != 5 or first_frames.shape[2] == 0 or first_frames.shape[2] % chunk_frames:
+        config, device = self.transformer.config, self._execution_device
+        checks.tensor("first_frames", first_frames, ("B", config.get("in_channels", "C"), "T", "h", "w"))
+        batch, _, frames, height, width = first_frames.shape
+        if frames == 0 or frames % config.chunk_frames:
             raise ValueError(
-                f"first_frames must be (B, C, T, h, w) with T a multiple of chunk_frames {chunk_frames}, "
+                f"first_frames must be (B, C, T, h, w) with T a multiple of chunk_frames {config.chunk_frames}, "
                 f"got {tuple(first_frames.shape)}"
             )
-        text = {"encoder_hidden_states": prompt_embeds, "encoder_attention_mask": prompt_attention_mask}
-        clean = first_frames.to(self._execution_device, torch.promote_types(first_frames.dtype, torch.float32))
+        checks.movable("first_frames", first_frames, device)
+        patch_size = config.get("patch_size")
+        if isinstance(patch_size, int) and (height % patch_size or width % patch_size):
+            raise ValueError(
+                f"first_frames' h and w must be multiples of patch_size {patch_size}, got {height}x{width}"
+            )
+        checks.integer("num_chunks", num_chunks, 1, optional=True)
+        checks.integer("num_inference_steps", num_inference_steps, 1, self.scheduler.config.num_train_timesteps)
+        check_generator(generator, batch)
+        text = self._text(prompt_embeds, prompt_attention_mask, batch)
+        clean = first_frames.to(device, torch.promote_types(first_frames.dtype, torch.float32))
         return self._chunks(clean, num_chunks, num_inference_steps, generator, text)
+
+    def _text(self, embeds: Tensor | None, mask: Tensor | None, batch: int) -> dict[str, Tensor | None]:
+        """The model's arguments, on its device and in its dtype; ValueError unless there is one prompt a clip."""
+        width = self.transformer.config.get("cross_attention_dim")
+        if (embeds is None) != (width is None):
+            raise ValueError(
+                f"prompt_embeds is {checks.shown(embeds)}, but the transformer's cross_attention_dim is {width}: "
+                "both or neither"
+            )
+        if mask is not None and embeds is None:
+            raise ValueError("prompt_attention_mask is for prompt_embeds, which are not given")
+        device = self._execution_device
+        if embeds is not None:
+            checks.tensor("prompt_embeds", embeds, (batch, "L", width))
+            if mask is not None:
+                checks.mask("prompt_attention_mask", mask, embeds.shape[:2])
+                checks.movable("prompt_attention_mask", mask, device)
+                mask = mask.to(device)
+            checks.movable("prompt_embeds", embeds, device)
+            checks.movable("prompt_embeds", embeds, device)
+            embeds = embeds.to(device, self.transformer.dtype)
+        return {"encoder_hidden_states": embeds, "encoder_attention_mask": mask}
 
     @torch.no_grad()
     def _chunks(
@@ -131,3 +178,22 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
     def _predict(self, x: Tensor, t: Tensor, text: dict[str, Any], **state: Any) -> Any:
         timestep = t.expand(x.shape[0], x.shape[2])
         return self.transformer(x.to(self.transformer.dtype), timestep, **text, **state)
+
+
+def is_flow_matching(scheduler: Any) -> bool:
+    """Whether it is a scheduler of diffusers that goes along the line from noise to clip."""
+    if not isinstance(scheduler, SchedulerMixin) or not hasattr(scheduler, "set_begin_index"):
+        return False
+    return type(scheduler).__name__.startswith("FlowMatch") or bool(scheduler.config.get("use_flow_sigmas"))
+
+
+def check_generator(generator: Any, batch: int) -> None:
+    """ValueError unless it is None, a torch.Generator or one for each of `batch` clips."""
+    if generator is None or isinstance(generator, torch.Generator):
+        return
+    one_each = isinstance(generator, list) and len(generator) == batch
+    if not one_each or not all(isinstance(item, torch.Generator) for item in generator):
+        raise ValueError(
+            f"generator must be None, a torch.Generator or a list of one for each of the {batch} clips, got "
+            f"{checks.shown(generator)}"
+        )

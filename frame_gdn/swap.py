@@ -10,7 +10,6 @@ from torch.distributed import ProcessGroup
 
 from . import hosts
 from .parallelize import cp_group, parallelize
-from .scan import BACKENDS
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -46,12 +45,6 @@ def swap(
     host = _host(model)
     if getattr(model, "_parallel_config", None) is not None:
         raise ValueError("enable_parallelism was called on this model: swap first, enable after")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
-    for name, value in (("chunk_frames", chunk_frames), ("start_scale", start_scale)):
-        whole = not isinstance(value, bool) and isinstance(value, int)
-        if value is not None and not ((whole or (name == "start_scale" and isinstance(value, float))) and value > 0):
-            raise ValueError(f"{name} must be None or a positive number, chunk_frames a whole one, got {value!r}")
     cp_group(group)
     host.replace(model, hosts.SwapOptions(blocks, start_scale, chunk_frames, backend))
     return model if group is None else parallelize(model, group)
@@ -79,5 +72,5 @@ def unswap(model: Model) -> Model:
 def _host(model: nn.Module) -> ModuleType:
     host = hosts.find(model)
     if host is None:
-        raise ValueError(f"{type(model).__name__} is not known; known are: {', '.join(hosts.HOSTS)}")
+        raise ValueError(f"model: a {type(model).__name__} is not known; known are: {', '.join(hosts.HOSTS)}")
     return host

@@ -6,7 +6,7 @@ Frames may be sharded over a process group (`frame_gdn.parallelize`): the module
 `FrameSharded` and hold that group, all others see one frame at a time.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +18,8 @@ from diffusers.models.modeling_utils import ModelMixin
 from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
-from frame_gdn import BidirectionalGDN, GDNState, functional
+from frame_gdn import BidirectionalGDN, GDNState, checks, functional
+from frame_gdn.gdn import check_state
 from frame_gdn.parallel import (
     Call,
     FrameSharded,
@@ -78,14 +79,19 @@ class VideoDiTState:
 
     @classmethod
     def from_state_dict(cls, saved: dict[str, Tensor]) -> "VideoDiTState":
-        """The inverse of `state_dict`."""
+        """The inverse of `state_dict`. Raises ValueError for other keys, and for tensors that make no state."""
+        if not isinstance(saved, Mapping) or "frames" not in saved:
+            raise ValueError(f"saved must be what state_dict() returned, got {checks.shown(saved)}")
+        checks.tensor("frames", saved["frames"], (), dtype=torch.int64)
         blocks = []
         while f"blocks.{len(blocks)}.conv_tail" in saved:
             prefix = f"blocks.{len(blocks)}.attn."
             attn = {name.removeprefix(prefix): tensor for name, tensor in saved.items() if name.startswith(prefix)}
-            attn_state = SoftmaxState(attn["kv"]) if "kv" in attn else GDNState.from_state_dict(attn)
+            attn_state = SoftmaxState(attn["kv"]) if attn.keys() == {"kv"} else GDNState.from_state_dict(attn)
             blocks.append(BlockState(attn_state, saved[f"blocks.{len(blocks)}.conv_tail"]))
-        return cls(blocks, int(saved["frames"]))
+        state = cls(blocks, int(saved["frames"]))
+        checks.keys("saved", saved, list(state.state_dict()))
+        return state
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "VideoDiTState":
         def mapped(attn: GDNState | SoftmaxState) -> GDNState | SoftmaxState:
@@ -241,7 +247,7 @@ class SoftmaxAttention(FrameSharded):
             return k, v, None
         kv = gather_frames(torch.stack([k, v], dim=3), self.group, clip.counts)
         if state is not None:
-            kv = torch.cat([state.kv, kv], dim=1)
+            kv = torch.cat([state.kv.to(kv.dtype), kv], dim=1)
         past = kv.shape[1] - clip.total
         final_state = None if clip.active is None else SoftmaxState(kv[:, : past + clip.active])
         return kv[:, :, :, 0], kv[:, :, :, 1], final_state
@@ -515,6 +521,9 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         ffn_expand_ratio: hidden width of the feed-forward, in widths of the model.
         cross_attention_dim: width of the text embeddings; None builds no cross-attention.
         chunk_frames: no frame sees past the end of its chunk of so many frames; None is bidirectional over the clip.
+
+    Raises:
+        ValueError: an argument out of its range.
     """
 
     _supports_gradient_checkpointing = True
@@ -538,7 +547,26 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         chunk_frames: int | None = None,
     ) -> None:
         super().__init__()
+        sizes = {
+            "in_channels": in_channels,
+            "patch_size": patch_size,
+            "num_attention_heads": num_attention_heads,
+            "attention_head_dim": attention_head_dim,
+        }
+        for name, size in sizes.items():
+            checks.integer(name, size, 1)
+        optional = {
+            "out_channels": out_channels, "cross_attention_dim": cross_attention_dim, "chunk_frames": chunk_frames
+        }  # fmt: skip
+        for name, size in optional.items():
+            checks.integer(name, size, 1, optional=True)
+        checks.integer("num_layers", num_layers, 0)
+        checks.integer("softmax_every_n", softmax_every_n, 0)
+        checks.integer("conv_kernel_size", conv_kernel_size, 0)
         hidden_size = num_attention_heads * attention_head_dim
+        checks.number("ffn_expand_ratio", ffn_expand_ratio, 1 / hidden_size)  # one channel at least
+        if attention_head_dim % 2:
+            raise ValueError(f"attention_head_dim must be even, for rotary positions turn pairs: {attention_head_dim}")
         patch = (1, patch_size, patch_size)
         self.patch_embedding = PatchEmbedding(in_channels, hidden_size, kernel_size=patch, stride=patch)
         self.time_embedding = TimestepEmbedding(256, hidden_size)
@@ -583,7 +611,7 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
             hidden_states: (B, in_channels, T, h, w) latents, under a group this rank's frames of them.
             timestep: (B,) or (B, T), in the scheduler's unit (0 is clean, 1000 is noise).
             encoder_hidden_states: (B, L, cross_attention_dim) text, the same on all ranks.
-            encoder_attention_mask: (B, L), 1 or True where the text is no padding.
+            encoder_attention_mask: (B, L), 1 or True where the text is no padding; None: no token is.
             frame_mask: (B, T) bool, False in frames that are padding: they reach no other frame, and their own output
                 is finite and means nothing. On all ranks or on none.
             chunk_frames: a chunk's frames; None takes the configuration's.
@@ -600,9 +628,13 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         if chunk_frames is None:
             chunk_frames = self.config.chunk_frames
         with checked(self.group, due=frames_per_rank is None):
-            self._check(
-                hidden_states, timestep, encoder_hidden_states, frame_mask, chunk_frames, state, frames_per_rank
-            )
+            self._check(hidden_states, timestep, encoder_hidden_states, encoder_attention_mask, frame_mask)
+            check_frames_per_rank(frames_per_rank, hidden_states.shape[2], self.group)
+            checks.integer("chunk_frames", chunk_frames, 1, optional=True)
+            checks.flag("output_state", output_state)
+            checks.flag("return_dict", return_dict)
+            if state is not None:
+                self._check_state(state, hidden_states, chunk_frames)
         batch, _, num_frames, height, width = hidden_states.shape
         patch_size = self.config.patch_size
         height, width = height // patch_size, width // patch_size
@@ -626,7 +658,7 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         modulation = self.time_modulation(nn.functional.silu(embedded)).unflatten(-1, (6, -1))
         text = text_bias = None
         if encoder_hidden_states is not None:
-            text = self.caption_projection(encoder_hidden_states)
+            text = self.caption_projection(encoder_hidden_states.to(x.dtype))
             if encoder_attention_mask is not None:
                 text_bias = (1 - encoder_attention_mask.to(x.dtype))[:, None] * -10000.0
 
@@ -659,8 +691,7 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         Raises:
             ValueError: another name.
         """
-        if backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+        checks.choice("backend", backend, BACKENDS)
         for module in self.modules():
             if hasattr(module, "backend"):
                 module.backend = backend
@@ -712,37 +743,66 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         hidden_states: Tensor,
         timestep: Tensor,
         text: Tensor | None,
-        mask: Tensor | None,
-        chunk_frames: int | None,
-        state: VideoDiTState | None,
-        frames_per_rank: list[int] | None,
+        text_mask: Tensor | None,
+        frame_mask: Tensor | None,
     ) -> None:
-        if hidden_states.dim() != 5 or hidden_states.shape[1] != self.config.in_channels:
-            raise ValueError(
-                f"hidden_states must be (B, {self.config.in_channels}, T, h, w), got {tuple(hidden_states.shape)}"
-            )
+        config = self.config
+        checks.tensor("hidden_states", hidden_states, ("B", config.in_channels, "T", "h", "w"))
+        checks.suits("hidden_states", hidden_states, self.patch_embedding)
         batch, _, num_frames, height, width = hidden_states.shape
-        if height % self.config.patch_size or width % self.config.patch_size:
-            raise ValueError(f"h and w must be multiples of patch_size {self.config.patch_size}, got {height}x{width}")
-        if tuple(timestep.shape) not in ((batch,), (batch, num_frames)):
+        device = hidden_states.device
+        if height % config.patch_size or width % config.patch_size:
+            raise ValueError(f"h and w must be multiples of patch_size {config.patch_size}, got {height}x{width}")
+        if not isinstance(timestep, Tensor) or tuple(timestep.shape) not in ((batch,), (batch, num_frames)):
             raise ValueError(
-                f"timestep must be (B,) or (B, T) with B {batch}, T {num_frames}, got {tuple(timestep.shape)}"
+                f"timestep must be a tensor (B,) or (B, T) with B {batch}, T {num_frames}, "
+                f"got {checks.shown(timestep)}"
             )
-        if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != (batch, num_frames)):
+        dtype = timestep.dtype if timestep.dtype in (torch.int32, torch.int64) else None
+        checks.tensor("timestep", timestep, timestep.shape, dtype=dtype, device=device)
+        if (text is None) != (config.cross_attention_dim is None):
             raise ValueError(
-                f"frame_mask must be bool, ({batch}, {num_frames}), True for active frames, got {mask.dtype} "
-                f"{tuple(mask.shape)}"
+                f"encoder_hidden_states is {None if text is None else checks.shown(text)}, but the model's "
+                f"cross_attention_dim is {config.cross_attention_dim}: both or neither"
             )
-        check_frames_per_rank(frames_per_rank, num_frames, self.group)
-        if chunk_frames is not None and chunk_frames < 1:
-            raise ValueError(f"chunk_frames must be None or positive, got {chunk_frames}")
-        if (text is None) != (self.config.cross_attention_dim is None):
-            raise ValueError(
-                f"encoder_hidden_states is {None if text is None else tuple(text.shape)}, but the model's "
-                f"cross_attention_dim is {self.config.cross_attention_dim}: both or neither"
-            )
-        if state is not None and len(state.blocks) != len(self.blocks):
+        if text is not None:
+            checks.tensor("encoder_hidden_states", text, (batch, "L", config.cross_attention_dim), device=device)
+        if text_mask is not None:
+            if text is None:
+                raise ValueError("encoder_attention_mask is for encoder_hidden_states, which are not given")
+            checks.mask("encoder_attention_mask", text_mask, text.shape[:2], device)
+        if frame_mask is not None:
+            checks.tensor("frame_mask", frame_mask, (batch, num_frames), dtype=torch.bool, device=device)
+
+    def _check_state(self, state: VideoDiTState, hidden_states: Tensor, chunk_frames: int | None) -> None:
+        if not isinstance(state, VideoDiTState):
+            raise ValueError(f"state must be None or a VideoDiTState, got {checks.shown(state)}")
+        checks.integer("state.frames", state.frames, 0)
+        if len(state.blocks) != len(self.blocks):
             raise ValueError(f"the state is of {len(state.blocks)} blocks, the model has {len(self.blocks)}")
+        if chunk_frames is not None and state.frames % chunk_frames:
+            raise ValueError(
+                f"a call begins with a chunk, but the state stands after {state.frames} frames, inside a chunk of "
+                f"{chunk_frames}"
+            )
+        batch, _, _, height, width = hidden_states.shape
+        tokens = (height // self.config.patch_size) * (width // self.config.patch_size)
+        heads, head_dim = self.config.num_attention_heads, self.config.attention_head_dim
+        channels, device = heads * head_dim, hidden_states.device
+        for index, (block, block_state) in enumerate(zip(self.blocks, state.blocks, strict=True)):
+            name = f"state.blocks[{index}]"
+            checks.tensor(f"{name}.conv_tail", block_state.conv_tail, (batch, 1, tokens, channels), device=device)
+            attn = block_state.attn
+            if isinstance(block.attn, SoftmaxAttention):
+                if not isinstance(attn, SoftmaxState):
+                    raise ValueError(f"{name}.attn must be a SoftmaxState, as the model's block, got {type(attn)}")
+                kv = (batch, state.frames, tokens, 2, heads, head_dim)
+                checks.tensor(f"{name}.attn.kv", attn.kv, kv, device=device)
+                continue
+            check_state(f"{name}.attn", attn, batch, heads, head_dim, device)
+            if self.config.conv_kernel_size:
+                tail = (batch, self.config.conv_kernel_size - 1, tokens, channels)
+                checks.tensor(f"{name}.attn.conv_tail", attn.conv_tail, tail, device=device)
 
 
 def count_active(clip_mask: Tensor) -> int:

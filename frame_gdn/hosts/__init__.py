@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
+from .. import checks
 from ..parallel import FrameSharded
+from ..scan import BACKENDS
 
 #: The class of the model in diffusers -> the file of this package that knows it.
 HOSTS = {
@@ -32,19 +34,25 @@ HOSTS = {
 
 @dataclass(frozen=True)
 class SwapOptions:
-    """What `swap` was asked for; None is the host's own choice."""
+    """What `swap` was asked for; None is the host's own choice. Raises ValueError for an option out of its range."""
 
     blocks: Sequence[int] | None = None
     start_scale: float | None = None
     chunk_frames: int | None = None
     backend: str = "auto"
 
+    def __post_init__(self) -> None:
+        if self.blocks is not None:
+            checks.integers("blocks", self.blocks, 0)
+        checks.number("start_scale", self.start_scale, 0, above=True, optional=True)
+        checks.integer("chunk_frames", self.chunk_frames, 1, optional=True)
+        checks.choice("backend", self.backend, BACKENDS)
+
     def chosen(self, total: int) -> list[int]:
         """The indices of the chosen blocks out of `total`, all where none were named; ValueError outside the range."""
         if self.blocks is None:
             return list(range(total))
-        wrong = [b for b in self.blocks if isinstance(b, bool) or not isinstance(b, int) or not 0 <= b < total]
-        if wrong or not self.blocks:
+        if not self.blocks or max(self.blocks) >= total:
             raise ValueError(f"blocks must be one or more indices from 0 to {total - 1}, got {list(self.blocks)}")
         return sorted(set(self.blocks))
 
