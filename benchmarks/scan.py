@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from frame_gdn import cp_frame_gdn_scan
+from frame_gdn.functional import rotary as rotary_embedding
 from frame_gdn.gdn import bidirectional_gdn
-from frame_gdn.naive import naive_bidirectional_gdn
-from frame_gdn.torch_kernels import apply_rotary
+from frame_gdn.kernels.naive import naive_bidirectional_gdn
 
 from .peers import SGLANG_FILE
 
@@ -70,7 +70,7 @@ def reference(inputs: dict[str, Tensor], tables: tuple[Tensor, Tensor] | None) -
     wide = {name: x.double() for name, x in inputs.items()}
     if tables is not None:
         cos, sin = (table.double() for table in tables)
-        wide |= {f"{name}_rot": apply_rotary(wide[name], cos, sin) for name in ("q", "k")}
+        wide |= {f"{name}_rot": rotary_embedding(wide[name], cos, sin, backend="torch") for name in ("q", "k")}
     return naive_bidirectional_gdn(**wide, eps=EPS)[0]
 
 
@@ -222,7 +222,7 @@ def copy_rate(repetitions: int) -> float:
 def forward(T: int, peers: Json, repetitions: int, busy: Tensor, rate: float) -> Json:
     """Every contestant's times, error and peak at T frames; the floors from a copy's rate."""
     inputs, tables = make_inputs(T)
-    given = inputs | {f"{name}_rot": apply_rotary(inputs[name], *tables) for name in ("q", "k")}
+    given = inputs | {f"{name}_rot": rotary_embedding(inputs[name], *tables, backend="torch") for name in ("q", "k")}
     runs: dict[str, Run] = {
         "ours": ours(inputs, tables, backend="triton"),
         "ours_given": ours_given(given),

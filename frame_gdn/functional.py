@@ -9,20 +9,27 @@ bool, True for active frames; what stands in the others is selected away, never 
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import torch_kernels
-from .scan import pick_backend
+from .kernels import plain
+from .kernels.backends import pick_backend
+from .kernels.types import accumulation_dtype
 from .temporal_conv import temporal_conv as accumulated_conv
-from .torch_kernels import accumulation_dtype
 
 
 def fused(x: Tensor, backend: str) -> bool:
     """Whether the fused form serves tokens like x (..., C), of any C. Raises ValueError as `pick_backend`."""
-    return pick_backend(backend, x[..., :1]) is not torch_kernels
+    return pick_backend(backend, x[..., :1]) is not plain
+
+
+def _operators() -> Any:
+    from .kernels.triton import operators  # here, since triton may be missing
+
+    return operators
 
 
 # --- gates ------------------------------------------------------------------------------------------------------
@@ -50,9 +57,7 @@ def silu_gate(x: Tensor, gate: Tensor, dtype: torch.dtype, backend: str = "auto"
     Source: SANA-WM (NVlabs/Sana).
     """
     if x.dtype == dtype and fused(x, backend):
-        from . import triton_layer  # here, since it imports triton
-
-        out: Tensor = triton_layer.silu_gate(x, gate)
+        out: Tensor = _operators().silu_gate(x, gate)
         return out
     return (x * F.silu(gate.to(accumulation_dtype(gate.dtype)))).to(dtype)
 
@@ -88,13 +93,11 @@ def short_conv(
     """
     T, K = x.shape[1], weight.shape[-1]
     if fused(x, backend):
-        from . import triton_layer  # here, since it imports triton
-
         S = math.prod(x.shape[2:-1])
         tokens = [
             None if t is None else t.to(x.dtype).reshape(*t.shape[:2], S, t.shape[-1]) for t in (x, past, future)
         ]
-        fused_out: Tensor = triton_layer.short_conv(*tokens, weight, chunk_frames, first_frame)
+        fused_out: Tensor = _operators().short_conv(*tokens, weight, chunk_frames, first_frame)
         return fused_out.view(x.shape)
     taps = weight[:, 0].to(x.dtype).unbind(-1)
     beyond = x.new_zeros(x.shape[0], K - 1, *x.shape[2:])
@@ -126,9 +129,7 @@ def rms_norm_relu(x: Tensor, weight: Tensor, eps: float, scale: float = 1.0, bac
     Source: SANA-WM (NVlabs/Sana).
     """
     if fused(x, backend):
-        from . import triton_layer  # here, since it imports triton
-
-        out: Tensor = triton_layer.norm_relu(x, weight, eps, scale)
+        out: Tensor = _operators().norm_relu(x, weight, eps, scale)
         return out
     return F.relu(F.rms_norm(x, weight.shape, weight, eps)).to(x.dtype) * scale
 
@@ -146,9 +147,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False, backen
     """
     cos, sin = (table if table.dim() == 3 else table[None] for table in (cos, sin))
     if not (cos.requires_grad or sin.requires_grad) and fused(x, backend):
-        from . import triton_block  # here, since it imports triton
-
-        out: Tensor = triton_block.rotary(x, cos, sin, inverse)
+        out: Tensor = _operators().rotary(x, cos, sin, inverse)
         return out
     wide = accumulation_dtype(x.dtype)
     even, odd = x.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
@@ -187,9 +186,7 @@ def modulated_norm(
     """layer_norm(x) · (1 + scale) + shift, 0 in padded frames: x (B, N, C), shift and scale (B, T, C) -> like x, in
     what torch promotes the three to."""
     if fused(x, backend):
-        from . import triton_block  # here, since it imports triton
-
-        out: Tensor = triton_block.modulated_norm(x, shift, scale, mask, eps)[0]
+        out: Tensor = _operators().modulated_norm(x, shift, scale, mask, eps)[0]
         return out
     return modulate(F.layer_norm(x, x.shape[-1:], eps=eps), shift, scale, mask)
 
@@ -207,9 +204,7 @@ def gated_residual(
     """x + gate · h + extra, 0 in padded frames: x, h and extra (B, N, C), gate (B, T, C), `frames` T -> like x, in
     what torch promotes them to. No gate is 1, no extra 0."""
     if fused(x, backend):
-        from . import triton_block  # here, since it imports triton
-
-        out: Tensor = triton_block.residual(x, h, gate, extra, mask, frames)
+        out: Tensor = _operators().residual(x, h, gate, extra, mask, frames)
         return out
     if gate is not None:
         h = (_by_frame(h, frames) * gate.unsqueeze(2)).flatten(1, 2)
@@ -244,9 +239,7 @@ def glu_conv(
     Source: SANA's mixed feed-forward (arXiv 2410.10629).
     """
     if fused(pixels, backend):
-        from . import triton_ffn  # here, since it imports triton
-
-        out: Tensor = triton_ffn.glu_conv(pixels, weight, bias, silu)
+        out: Tensor = _operators().glu_conv(pixels, weight, bias, silu)
         return out
     images = pixels.permute(0, 3, 1, 2)
     if silu:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from . import checks, functional, parallel, torch_kernels
+from . import checks, functional, parallel
+from .kernels import plain
+from .kernels.backends import pick_backend
+from .kernels.types import Inputs, accumulation_dtype
 from .ops import compiled_gdn_scan
-from .scan import GDNOptions, chunk_ends, gdn_scan, pick_backend
-from .torch_kernels import Inputs, accumulation_dtype
+from .scan import GDNOptions, chunk_ends, gdn_scan
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ def bidirectional_gdn(
         S0, z0 = initial_state.S.to(wide), initial_state.z.to(wide) if normalize else None
         consumed += initial_state.frames
     cos = sin = None
-    if rotary is not None and kernels is torch_kernels:
+    if rotary is not None and kernels is plain:
         q_rot, k_rot = (functional.rotary(x, *rotary, backend="torch") for x in (q, k))
     elif rotary is not None:
         cos, sin = (table.detach().to(torch.float32) for table in rotary)

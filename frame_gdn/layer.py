@@ -9,8 +9,8 @@ from torch.distributed import ProcessGroup
 
 from . import checks, functional, parallel
 from .gdn import GDNState, bidirectional_gdn, check_rotary, check_state
+from .kernels.backends import BACKENDS
 from .parallel import FrameSharded
-from .scan import BACKENDS
 
 #: Where SiLU is 1: an output gate with this bias and no weight lets everything through.
 SILU_ONE = 1.278464542761074

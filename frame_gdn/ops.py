@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .scan import GDNOptions, chunk_ends, gdn_scan, pick_backend
-from .torch_kernels import Edges, Inputs, accumulation_dtype
+from .kernels.backends import pick_backend
+from .kernels.types import Edges, Inputs, accumulation_dtype
+from .scan import GDNOptions, chunk_ends, gdn_scan
 
 #: How many leading arguments of the operators are tensors: the fields of Inputs, S0 and z0.
 _TENSORS = len(Inputs._fields) + 2

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from . import checks
-from .torch_kernels import accumulation_dtype
+from .kernels.types import accumulation_dtype
 
 GATHERS = ("collective", "list", "p2p")
 

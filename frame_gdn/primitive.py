@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from . import checks, parallel
-from .scan import ScanOptions, frame_scan, pick_backend
-from .torch_kernels import accumulation_dtype
+from .kernels.backends import pick_backend
+from .kernels.types import accumulation_dtype
+from .scan import ScanOptions, frame_scan
 
 
 class CpFrameGdnScanResult(NamedTuple):

@@ -4,7 +4,6 @@ Two functions stand here, and share the exchange: `gdn_scan` from tokens to outp
 `frame_scan` from given transitions to states (the primitive). Shapes are checked by their callers.
 """
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,35 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from . import checks, parallel, torch_kernels
-from .torch_kernels import Edges, Inputs, States, Transitions, accumulation_dtype
-
-BACKENDS = ("torch", "triton", "auto")
-PRECISIONS = ("default", "exact")
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
-
-
-def pick_backend(name: str, like: Tensor, precision: str = "default") -> Any:
-    """The local steps for tensors like `like`: the module `torch_kernels`, or the object that offers its functions on
-    Triton. "auto" is triton on a GPU below float64, else torch. `precision`, "default" or "exact", is what Triton
-    computes 16-bit tokens in; all else is exact as it is.
-
-    Raises ValueError for an unknown name, and where triton is asked for but cannot serve.
-    """
-    checks.choice("backend", name, BACKENDS)
-    checks.choice("precision", precision, PRECISIONS)
-    if name == "torch" or (name == "auto" and (not like.is_cuda or like.dtype == torch.float64)):
-        return torch_kernels
-    if not _HAS_TRITON:
-        if name == "auto":
-            return torch_kernels
-        raise ValueError("backend 'triton' was asked for, but triton is not installed")
-    from . import triton_kernels  # here, since it imports triton
-
-    if name == "triton" or triton_kernels.supports(like):
-        triton_kernels.check_supported(like)
-        return triton_kernels.TritonSteps(exact=precision == "exact")
-    return torch_kernels
+from . import parallel
+from .kernels.plain import states_before
+from .kernels.types import Backend, BuiltTransitions, Edges, Inputs, States, accumulation_dtype
 
 
 def chunk_ends(
@@ -70,7 +43,7 @@ class GDNOptions:
     passes: Sequence[bool] | None
     group: ProcessGroup | None
     output_final_state: bool
-    backend: Any
+    backend: Backend[Any]
 
 
 class _GDNScan(torch.autograd.Function):
@@ -119,6 +92,7 @@ class _GDNScan(torch.autograd.Function):
                 arriving = _exchange_adjoint(tr, leaving, arriving, kept, options, steps)
             adjoint, leaving = steps.scan_states_adjoint(tr, dX, dx, arriving, options.ends, options.reverse)
             dk, dv, dbeta, ddecay, dk_rot = steps.transitions_backward(x, tr, entering, states, adjoint)
+        assert leaving.S is not None
         dS0 = leaving.S if rank == 0 else torch.zeros_like(leaving.S)
         dz0 = None if leaving.z is None else leaving.z if rank == 0 else torch.zeros_like(leaving.z)
         needs = ctx.needs_input_grad
@@ -157,7 +131,7 @@ def _edges(rightward: Sequence[Tensor], leftward: Sequence[Tensor]) -> list[Tens
 
 
 def _exchange(
-    tr: Transitions, leaving: Edges, entering: Edges, options: GDNOptions, steps: Any
+    tr: BuiltTransitions, leaving: Edges, entering: Edges, options: GDNOptions, steps: Backend[BuiltTransitions]
 ) -> tuple[Edges, list[Tensor], list[Tensor]]:
     """Forward: the states that enter this shard on both sides, the clip's final state, the transitions to keep."""
     assert options.group is not None
@@ -177,7 +151,12 @@ def _exchange(
 
 
 def _exchange_adjoint(
-    tr: Transitions, leaving: Edges, final: Edges, kept: list[Tensor], options: GDNOptions, steps: Any
+    tr: BuiltTransitions,
+    leaving: Edges,
+    final: Edges,
+    kept: list[Tensor],
+    options: GDNOptions,
+    steps: Backend[BuiltTransitions],
 ) -> Edges:
     """Backward: the adjoints of S, z come from later ranks, those of R, y from earlier ones; Wᵀ in place of W."""
     assert options.group is not None
@@ -217,21 +196,23 @@ class ScanOptions:
     group: ProcessGroup | None
     gather: str
     terminal: tuple[int, int] | None
-    backend: Any
+    backend: Backend[Any]
 
 
 class _FrameScan(torch.autograd.Function):
     """X_t = X_{t-1} A_t + B_t for two chains at once. Saved: A and every X, from which dA = X_{t-1}ᵀ G and dB = G."""
 
     @staticmethod
-    def forward(ctx: Any, options: ScanOptions, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        A, B, initial = tensors[0:2], tensors[2:4], tensors[4:6]
+    def forward(
+        ctx: Any, options: ScanOptions, A0: Tensor, A1: Tensor, B0: Tensor, B1: Tensor, *initial: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        A, B = (A0, A1), (B0, B1)
         steps, group = options.backend, options.group
         rank, size = parallel.rank_and_size(group)
         first = size - 1 if options.reverse else 0
         entering: list[Tensor | None] = list(initial) if rank == first else [None, None]
         kept: list[Tensor] = []
-        with torch.autocast(A[0].device.type, enabled=False):  # type: ignore[union-attr]
+        with torch.autocast(A0.device.type, enabled=False):
             if group is not None and size > 1:
                 M = [steps.product(a) for a in A]
                 h = steps.last_states(A, B, entering)
@@ -290,7 +271,7 @@ class _FrameScan(torch.autograd.Function):
                 )
                 arriving = list(came.rightward if options.reverse else came.leftward)
             G, leaving = steps.scans_adjoint(A, dX, arriving)
-            dA = [torch_kernels.states_before(x, e, dim=1).mT @ g for x, e, g in zip(X, entering, G, strict=True)]
+            dA = [states_before(x, e, dim=1).mT @ g for x, e, g in zip(X, entering, G, strict=True)]
         first = size - 1 if options.reverse else 0
         dinitial = [
             None if not needed else d if rank == first else torch.zeros_like(d)

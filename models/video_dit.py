@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from frame_gdn import BidirectionalGDN, GDNState, checks, functional
 from frame_gdn.gdn import check_state
+from frame_gdn.kernels.backends import BACKENDS
 from frame_gdn.parallel import (
     Call,
     FrameSharded,
@@ -31,7 +32,6 @@ from frame_gdn.parallel import (
     halo,
     rank_and_size,
 )
-from frame_gdn.scan import BACKENDS
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from frame_gdn import GDNState, bidirectional_gdn
-from frame_gdn.naive import naive_bidirectional_gdn
-from frame_gdn.torch_kernels import Inputs, product, transitions
+from frame_gdn.kernels.naive import naive_bidirectional_gdn
+from frame_gdn.kernels.plain import product, transitions
+from frame_gdn.kernels.types import Inputs
 from tests.helpers import relative_error
 
 

@@ -7,7 +7,7 @@ from frame_gdn import functional
 from frame_gdn.temporal_conv import temporal_conv
 
 from .helpers import relative_error
-from .test_triton_layer import DTYPES, check, random, values_and_gradients
+from .kernels.test_layer_operators import DTYPES, check, random, values_and_gradients
 
 
 def convolution(chunk_frames=None, first_frame=0):

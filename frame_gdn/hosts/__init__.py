@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from .. import checks
+from ..kernels.backends import BACKENDS
 from ..parallel import FrameSharded
-from ..scan import BACKENDS
 
 #: The class of the model in diffusers -> the file of this package that knows it.
 HOSTS = {

@@ -15,7 +15,7 @@ from torch.nn.utils import skip_init
 
 from .. import functional
 from ..gdn import bidirectional_gdn
-from ..torch_kernels import accumulation_dtype
+from ..kernels.types import accumulation_dtype
 from . import SwapOptions, Swapped, refuse_hooks
 from .clip import Clip
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import functional, torch_kernels
-from ..scan import pick_backend
-from ..torch_kernels import accumulation_dtype
+from .. import functional
+from ..kernels import plain
+from ..kernels.backends import pick_backend
+from ..kernels.types import accumulation_dtype
 
 
 def into_rays(qkv: Sequence[Tensor], rays: Sequence[Any], backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -50,11 +51,11 @@ def turn(
         turns = torch.stack([matrix.new_ones(1, N, D // 4), matrix.new_zeros(1, N, D // 4)], -1)
     else:
         turns = torch.view_as_real(table).reshape(math.prod(table.shape[:-2]), N, D // 4, 2).to(wide)
-    if matrix.requires_grad or pick_backend(backend, x) is torch_kernels:
+    if matrix.requires_grad or pick_backend(backend, x) is plain:
         return _turn(x, matrix, turns, inverse)
-    from .. import triton_rays  # here, since it imports triton
+    from ..kernels.triton import ucpe  # here, since it imports triton
 
-    turned: tuple[Tensor, Tensor] = triton_rays.turn(x, matrix, turns, inverse)
+    turned: tuple[Tensor, Tensor] = ucpe.turn(x, matrix, turns, inverse)
     return turned
 
 

@@ -16,7 +16,7 @@ from diffusers.models.transformers import transformer_sana_video as host
 from torch import Tensor, nn
 
 from .. import functional, parallel
-from ..torch_kernels import accumulation_dtype
+from ..kernels.types import accumulation_dtype
 from . import SwapOptions, Swapped, adopt
 from .clip import Clip, ClipRotary
 from .gates import GatedAttention, GatedModel, open_gates, swapping_init

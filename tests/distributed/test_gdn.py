@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from frame_gdn import BidirectionalGDN, GDNState, bidirectional_gdn, cp_frame_gdn_scan, parallel
-from frame_gdn.naive import naive_bidirectional_gdn
+from frame_gdn.kernels.naive import naive_bidirectional_gdn
 from tests.distributed.helpers import run_ranks, split
 from tests.helpers import assert_every_gradient_says_something, fill_randomly, relative_error
 from tests.test_gdn import clip

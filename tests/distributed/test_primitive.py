@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from frame_gdn import CpFrameGdnScanResult, cp_frame_gdn_scan, parallel
-from frame_gdn.naive import naive_frame_scan
+from frame_gdn.kernels.naive import naive_frame_scan
 from tests.distributed.helpers import run_ranks, split
 from tests.helpers import relative_error
 

@@ -5,12 +5,12 @@ import torch
 import torch.distributed as dist
 
 from frame_gdn import GDNState, bidirectional_gdn, cp_frame_gdn_scan, gdn, primitive
-from frame_gdn.naive import naive_bidirectional_gdn, naive_frame_scan
+from frame_gdn.kernels.naive import naive_bidirectional_gdn, naive_frame_scan
 from tests.distributed.helpers import run_ranks, split
 from tests.helpers import relative_error
 from tests.test_gdn import clip
 
-triton_kernels = pytest.importorskip("frame_gdn.triton_kernels", exc_type=ImportError)
+steps = pytest.importorskip("frame_gdn.kernels.triton.steps", exc_type=ImportError)
 
 FLOAT32 = 5e-6
 
@@ -18,7 +18,7 @@ FLOAT32 = 5e-6
 def force_spans(spans):
     """In this rank's process: cut every scan into so many spans."""
     for module in (gdn, primitive):
-        module.pick_backend = lambda *_: triton_kernels.TritonSteps(spans=spans)
+        module.pick_backend = lambda *_: steps.TritonSteps(spans=spans)
 
 
 def compare_scans(rank, size, sizes, chunk_frames, rotary, spans=None):

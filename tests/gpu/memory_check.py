@@ -2,18 +2,19 @@
 
 import torch
 
-from frame_gdn import cp_frame_gdn_scan, gdn, primitive, triton_kernels
+from frame_gdn import cp_frame_gdn_scan, gdn, primitive
 from frame_gdn.gdn import bidirectional_gdn
+from frame_gdn.kernels.triton.steps import TritonSteps
 
-from ..test_operators import CALLS, arguments
-from ..test_triton import tokens
+from ..kernels.test_operators import CALLS, arguments
+from ..kernels.test_steps import tokens
 
 
 def main() -> None:
     """The scan in one span of frames and in two, at a narrow head and at one of two channel blocks; the operators."""
     for spans, D in ((1, 24), (2, 24), (2, 144)):
         for module in (gdn, primitive):
-            module.pick_backend = lambda *_, spans=spans: triton_kernels.TritonSteps(spans=spans)
+            module.pick_backend = lambda *_, spans=spans: TritonSteps(spans=spans)
         inputs, tables = tokens(1, 3, 21, 2, D, torch.bfloat16)
         leaves = [x.detach().requires_grad_() for x in inputs.values()]
         out, _ = bidirectional_gdn(*leaves, rotary=tables)

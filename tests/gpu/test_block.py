@@ -4,8 +4,17 @@ import pytest
 import torch
 
 from ..helpers import NEEDS_GPU, relative_error
-from ..test_triton_block import modulated_norm, padded, residual, rotary, slices
-from ..test_triton_layer import check, random
+from ..kernels.test_block_operators import (
+    fused_modulated_norm,
+    fused_residual,
+    fused_rotary,
+    modulated_norm,
+    padded,
+    residual,
+    rotary,
+    slices,
+)
+from ..kernels.test_layer_operators import check, random
 
 pytestmark = NEEDS_GPU
 
@@ -37,8 +46,6 @@ def test_rotary(dtype):
 
 def test_more_elements_than_an_int32_counts():
     """A part of 2240 channels of 3 · 2240 and 440 frames: its last token is 2.6e9 elements in."""
-    from frame_gdn import triton_block
-
     frames = 440
     wide = torch.zeros(1, frames * S, 3 * C, device="cuda", dtype=torch.bfloat16)
     x, last = wide[..., C : 2 * C], slice(-S, None)
@@ -50,16 +57,16 @@ def test_more_elements_than_an_int32_counts():
     heads, turned = x.unflatten(-1, (H, D)), alone.unflatten(-1, (H, D))
     for whole, part in (
         (
-            triton_block.modulated_norm(x, modulation, modulation, None, 1e-6)[0],
-            triton_block.modulated_norm(alone, of_last, of_last, None, 1e-6)[0],
+            fused_modulated_norm(x, modulation, modulation, None, 1e-6)[0],
+            fused_modulated_norm(alone, of_last, of_last, None, 1e-6)[0],
         ),
         (
-            triton_block.residual(x, x, modulation, None, None, frames),
-            triton_block.residual(alone, alone, of_last, None, None, 1),
+            fused_residual(x, x, modulation, None, None, frames),
+            fused_residual(alone, alone, of_last, None, None, 1),
         ),
         (
-            triton_block.rotary(heads, angle, angle, False),
-            triton_block.rotary(turned, angle[:, last], angle[:, last], False),
+            fused_rotary(heads, angle, angle, False),
+            fused_rotary(turned, angle[:, last], angle[:, last], False),
         ),
     ):
         assert torch.equal(whole[:, last], part)

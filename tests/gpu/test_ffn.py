@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ..helpers import NEEDS_GPU, fill_randomly, relative_error
-from ..test_triton_ffn import gated_convolution, inputs_of
-from ..test_triton_layer import check, random, values_and_gradients
+from ..kernels.test_glu_conv import gated_convolution, inputs_of
+from ..kernels.test_layer_operators import check, random, values_and_gradients
 
 pytestmark = NEEDS_GPU
 

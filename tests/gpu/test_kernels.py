@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from frame_gdn import BidirectionalGDN, gdn
+from frame_gdn.functional import rotary as rotary_embedding
 from frame_gdn.gdn import bidirectional_gdn
-from frame_gdn.naive import naive_bidirectional_gdn
-from frame_gdn.torch_kernels import apply_rotary
+from frame_gdn.kernels.naive import naive_bidirectional_gdn
+from frame_gdn.kernels.triton.scan import span_length
+from frame_gdn.kernels.triton.steps import TritonSteps
 
 from ..helpers import NEEDS_GPU, fill_randomly, relative_error
-from ..test_triton import check_against_the_loop, check_the_primitive, tokens, triton_kernels
+from ..kernels.test_steps import check_against_the_loop, check_the_primitive, tokens
 
 pytestmark = NEEDS_GPU
 
@@ -44,14 +46,14 @@ def test_no_error_is_beyond_twice_that_of_plain_torch(shape, dtype, rotary):
     """Every input in the dtype, decay and beta too, so that each gradient is rounded once by both."""
     inputs, tables = tokens(*(shape[x] for x in "BTSHD"), dtype)
     if rotary == "given":
-        inputs |= {f"{name}_rot": apply_rotary(inputs[name], *tables) for name in ("q", "k")}
+        inputs |= {f"{name}_rot": rotary_embedding(inputs[name], *tables, backend="torch") for name in ("q", "k")}
     direction = torch.randn_like(inputs["v"].contiguous())
 
     def loop(leaves):
         rotated = {}
         if rotary == "tables":
             cos, sin = (table.double() for table in tables)
-            rotated = {f"{name}_rot": apply_rotary(leaves[name], cos, sin) for name in ("q", "k")}
+            rotated = {f"{name}_rot": rotary_embedding(leaves[name], cos, sin, backend="torch") for name in ("q", "k")}
         return naive_bidirectional_gdn(**leaves, **rotated, eps=1e-6)[0]
 
     def on(backend):
@@ -79,7 +81,7 @@ def test_masks_states_and_chunks_at_real_shapes(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("chunk_frames", [None, 5])
 def test_spans_side_by_side_at_real_shapes(monkeypatch, dtype, chunk_frames):
-    monkeypatch.setattr(gdn, "pick_backend", lambda *_: triton_kernels.TritonSteps(spans=4))
+    monkeypatch.setattr(gdn, "pick_backend", lambda *_: TritonSteps(spans=4))
     bound = 2**-7 if dtype == torch.bfloat16 else 1e-5
     check_against_the_loop(
         1, 19, 330, 2, 112, dtype, rotary="tables", masked=True, state=True, chunk_frames=chunk_frames, bound=bound
@@ -87,7 +89,7 @@ def test_spans_side_by_side_at_real_shapes(monkeypatch, dtype, chunk_frames):
 
 
 def test_few_heads_and_many_frames_are_scanned_in_spans():
-    assert triton_kernels.TritonSteps()._span_length(484, 2, 64, 1, 2, 2, torch.device("cuda", 0)) < 100
+    assert span_length(TritonSteps(), 484, 2, 64, 1, 2, 2, torch.device("cuda", 0)) < 100
     check_against_the_loop(1, 96, 16, 2, 64, rotary="tables", bound=1e-5)
     check_the_primitive(2, 96, 64, False, bound=1e-5)
 

@@ -8,7 +8,7 @@ from frame_gdn.functional import silu_gate
 from frame_gdn.layer import ReLURMSNorm, TemporalShortConv
 
 from ..helpers import NEEDS_GPU, fill_randomly, relative_error
-from ..test_triton_layer import check, convolution, random, scaled_norm, slice_of_qkv
+from ..kernels.test_layer_operators import check, convolution, random, scaled_norm, slice_of_qkv
 
 pytestmark = NEEDS_GPU
 

@@ -57,7 +57,5 @@ def test_masked_frames_with_groups_offloaded(offload_type):
     inputs = {name: t.cuda() for name, t in tiny_inputs(mask=MASK).items()}
     model = swap(tiny_model(softmax_every_n=3))
     expected = sample(twin(model).cuda(), inputs)
-    model.enable_group_offload(
-        torch.device("cuda"), torch.device("cpu"), offload_type, num_blocks_per_group=1
-    )
+    model.enable_group_offload(torch.device("cuda"), torch.device("cpu"), offload_type, num_blocks_per_group=1)
     assert relative_error(sample(model, inputs), expected) <= 1e-5

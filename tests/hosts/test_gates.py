@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from frame_gdn import swap, unswap
 from frame_gdn.hosts.gates import START_FORGETTING
-from frame_gdn.naive import naive_bidirectional_gdn
+from frame_gdn.kernels.naive import naive_bidirectional_gdn
 from tests.helpers import assert_every_gradient_says_something, fill_randomly, relative_error
 from tests.hosts.warm_start import GATES, SWAPPED, blocks_of, frames_of, tiny_inputs, tiny_model
 

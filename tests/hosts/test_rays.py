@@ -109,12 +109,12 @@ def test_the_compiler_takes_them_whole() -> None:
 
 def test_the_operator_keeps_the_rules_of_operators() -> None:
     pytest.importorskip("triton")
-    from frame_gdn import triton_rays
+    from frame_gdn.kernels.triton import ucpe
 
     (q, *_), (P, *_) = make(1, 5, 2, 8, torch.float32)
     for inverse in (False, True):
         torch.library.opcheck(
-            triton_rays.turn, (q.clone().requires_grad_(), P, torch.randn(1, 5, 2, 2), inverse),
+            ucpe.turn, (q.clone().requires_grad_(), P, torch.randn(1, 5, 2, 2), inverse),
             test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"),
         )  # fmt: skip
 

@@ -59,15 +59,15 @@ def values(ffn: nn.Module, x: Tensor) -> dict[str, Tensor]:
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes that the fused kernel is called with."""
-    from frame_gdn import triton_ffn
+    from frame_gdn.kernels.triton import glu_conv
 
-    calls, whole = [], triton_ffn.glu_conv
+    calls, whole = [], glu_conv.glu_conv
 
     def counted(x: Tensor, *args: Any) -> Tensor:
         calls.append(tuple(x.shape))
         return whole(x, *args)
 
-    monkeypatch.setattr(triton_ffn, "glu_conv", counted)
+    monkeypatch.setattr(glu_conv, "glu_conv", counted)
     return calls
 
 

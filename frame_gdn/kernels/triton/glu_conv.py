@@ -5,7 +5,7 @@ one image, a few channels a thread, its neighbourhood in registers, so that ever
 is read and activated once. Everything is float32 between load and store. Gradients of weights are summed by program,
 then over programs in a fixed order: two runs are equal to the bit.
 
-A `torch.library` operator, as those of `triton_layer.py`; only inputs are kept for the backward pass.
+A `torch.library` operator; only inputs are kept for the backward pass.
 """
 
 from typing import Any
@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_layer import _nothing, operator
+from .launch import operator
+from .tiles import empty_tuple
 
 #: Channels of a program and its warps, two channels a thread; the most rows of a strip.
 _CHANNELS, _WARPS, _ROWS = 128, 2, 11
@@ -60,7 +61,7 @@ def _silu(x, HOW: tl.constexpr):
 @triton.jit
 def _load_column(ptrs, row, below, stride, live, COUNT: tl.constexpr):
     """COUNT pixels of a column, `stride` apart, from `row` on, which is at ptrs; zeros but in rows 0 ... below - 1."""
-    pixels = _nothing()
+    pixels = empty_tuple()
     for i in tl.static_range(COUNT):
         inside = (row + i).to(tl.uint32, bitcast=True) < below.to(tl.uint32, bitcast=True)
         pixels = pixels + (tl.load(ptrs, mask=live & inside, other=0.0),)
@@ -70,7 +71,7 @@ def _load_column(ptrs, row, below, stride, live, COUNT: tl.constexpr):
 
 @triton.jit
 def _load_taps(ptr, c, live, TAPS: tl.constexpr):
-    taps = _nothing()
+    taps = empty_tuple()
     for i in tl.static_range(TAPS):
         taps = taps + (tl.load(ptr + c * TAPS + i, mask=live, other=0.0).to(tl.float32),)
     return taps
@@ -78,7 +79,7 @@ def _load_taps(ptr, c, live, TAPS: tl.constexpr):
 
 @triton.jit
 def _activate(pixels, COUNT: tl.constexpr, SILU: tl.constexpr, HOW: tl.constexpr):
-    out = _nothing()
+    out = empty_tuple()
     for i in tl.static_range(COUNT):
         x = pixels[i].to(tl.float32)
         if SILU:
@@ -93,7 +94,7 @@ def _spread(h, taps, sums, bias, K: tl.constexpr, ROWS: tl.constexpr):
 
     Returns the ROWS sums of the first of them, which that completes, and those of the rest.
     """
-    done, rest = _nothing(), _nothing()
+    done, rest = empty_tuple(), empty_tuple()
     for a in tl.static_range(K):
         for r in tl.static_range(ROWS):
             if a < K - 1:
@@ -138,12 +139,12 @@ def _glu_conv_kernel(
     if HAS_BIAS:
         value_bias += tl.load(bias_ptr + c, mask=live, other=0.0).to(tl.float32)
         gate_bias += tl.load(bias_ptr + F + c, mask=live, other=0.0).to(tl.float32)
-    value_sums, gate_sums = _nothing(), _nothing()
+    value_sums, gate_sums = empty_tuple(), empty_tuple()
     for _ in tl.static_range((K - 1) * ROWS):
         value_sums, gate_sums = value_sums + (value_bias,), gate_sums + (gate_bias,)
     values = _load_column(x_ptrs, first - REACH, H, row * 2 * F, live, TALL)
     gates = _load_column(x_ptrs + F, first - REACH, H, row * 2 * F, live, TALL)
-    douts = _nothing()
+    douts = empty_tuple()
     if BACKWARD:
         douts = _load_column(dout_ptrs, first, tl.where(REACH == 0, H, 0), row * F, live, ROWS)
     for w in range(W + REACH):
@@ -151,7 +152,7 @@ def _glu_conv_kernel(
         below = tl.where(w + 1 < W, H, 0)
         next_values = _load_column(x_ptrs, first - REACH, below, row * 2 * F, live, TALL)
         next_gates = _load_column(x_ptrs + F, first - REACH, below, row * 2 * F, live, TALL)
-        next_douts = _nothing()
+        next_douts = empty_tuple()
         if BACKWARD:
             dout_ptrs += F
             below = tl.where((w + 1 >= REACH) & (w + 1 < W + REACH), H, 0)
@@ -207,11 +208,11 @@ def _conv_backward_kernel(
     d_ptrs = dconv_ptr + (pixel - REACH * row) * C + c
     partial_ptr += (image * tiles + tile) * (K * K + 1) * C
     taps = _load_taps(weight_ptr, c, live, K * K)
-    dtaps = _nothing()
+    dtaps = empty_tuple()
     for _ in tl.static_range(K * K):
         dtaps = dtaps + (tl.zeros((BC,), dtype=tl.float32),)
     dbias = tl.zeros((BC,), dtype=tl.float32)
-    window = _nothing()
+    window = empty_tuple()
     for i in tl.static_range(K - 1):
         below = tl.where((i >= REACH) & (i - REACH < W), H, 0)
         column = _load_column(d_ptrs + (i - REACH) * C, first - REACH, below, stride, live, TALL)
@@ -236,7 +237,7 @@ def _conv_backward_kernel(
                 h = x * open_
                 slope = open_ + h * (1.0 - open_)
             dh = tl.zeros((BC,), dtype=tl.float32)
-            new = _nothing()
+            new = empty_tuple()
             for i in tl.static_range(K):
                 for j in tl.static_range(K):
                     d = window[(K - 1 - j) * TALL + r + K - 1 - i]

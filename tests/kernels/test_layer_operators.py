@@ -10,12 +10,12 @@ from frame_gdn import BidirectionalGDN, GDNState
 from frame_gdn.functional import silu_gate
 from frame_gdn.layer import ReLURMSNorm, TemporalShortConv
 
-from .helpers import assert_every_gradient_says_something, fill_randomly, relative_error
-from .test_triton import DEVICE, poisoned_memory  # noqa: F401 (a fixture)
+from ..helpers import assert_every_gradient_says_something, fill_randomly, relative_error
+from .test_steps import DEVICE, poisoned_memory  # noqa: F401 (a fixture)
 
 pytest.importorskip("triton")
 
-from frame_gdn import triton_layer
+from frame_gdn.kernels.triton import gate, norm, short_conv
 
 #: What float32 sums in another order may differ by.
 FLOAT32 = 1e-6
@@ -132,8 +132,8 @@ def test_norm_with_relu_and_scale(dtype, B, N, C):
 @pytest.mark.parametrize("halo", [False, True])
 def test_programs_that_sum_over_many_tokens(halo, monkeypatch):
     """Several a program, one program with fewer."""
-    monkeypatch.setattr(triton_layer, "_CONV_PROGRAMS", 4)
-    monkeypatch.setattr(triton_layer, "_PROGRAMS", 4)
+    monkeypatch.setattr(short_conv, "_CONV_PROGRAMS", 4)
+    monkeypatch.setattr(norm, "_PROGRAMS", 4)
     inputs = {"x": slice_of_qkv(2, 3, 5, 24, torch.float32), "weight": random(24, 1, 3)}
     if halo:
         inputs["past"], inputs["future"] = random(2, 2, 2, 5, 24).unbind(0)
@@ -268,9 +268,9 @@ def test_the_operators_keep_the_rules_of_operators():
     past = random(1, 1, 2, 8).requires_grad_()
     gamma = random(8).requires_grad_()
     for operator, arguments in (
-        (triton_layer.short_conv, (x, past, None, weight, 2, 1)),
-        (triton_layer.norm_relu, (x, gamma, 1e-5, 0.5)),
-        (triton_layer.silu_gate, (x, random(1, 3, 2, 8).requires_grad_())),
+        (short_conv.short_conv, (x, past, None, weight, 2, 1)),
+        (norm.norm_relu, (x, gamma, 1e-5, 0.5)),
+        (gate.silu_gate, (x, random(1, 3, 2, 8).requires_grad_())),
     ):
         torch.library.opcheck(
             operator, arguments,

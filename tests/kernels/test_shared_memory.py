@@ -19,17 +19,20 @@ def launches(D, dtype, exact, rotary):
 
     (kernel, tensors, numbers, options, tiles) of each `_launch`, which is not run: what tensors hold is arbitrary.
     """
-    from frame_gdn import triton_kernels
+    from frame_gdn.kernels.triton.launch import Launcher
+    from frame_gdn.kernels.triton.steps import TritonSteps
+    from frame_gdn.kernels.types import Inputs
     from frame_gdn.scan import GDNOptions, ScanOptions, frame_scan, gdn_scan
-    from frame_gdn.torch_kernels import Inputs
 
     found = []
 
-    def record(kernel, grid, tensors, numbers, options, tiles=None):
-        found.append((kernel, tensors, numbers, options, tiles or triton_kernels._TILES[kernel, options["PRECISION"]]))
+    class Recorder(Launcher):
+        def shared_memory(self, device):
+            return LIMIT
 
-    triton_kernels._launch = record
-    triton_kernels._shared_memory = lambda device: LIMIT
+        def launch(self, kernel, grid, tensors, numbers, options, tiles):
+            found.append((kernel, tensors, numbers, options, tiles[options["PRECISION"]]))
+
     B, T, S, H = 1, 4, 16, 1
 
     def tensor(*shape, dtype=dtype):
@@ -41,7 +44,7 @@ def launches(D, dtype, exact, rotary):
     x = Inputs(q, k, v, tensor(B, T * S, H), tensor(B, T, H, dtype=torch.float32), *rotated, None, *tables)
     S0, z0 = tensor(B, H, D, D, dtype=torch.float32), tensor(B, H, D, dtype=torch.float32)
     for spans in (1, 2):
-        steps = triton_kernels.TritonSteps(exact=exact, spans=spans)
+        steps = TritonSteps(exact=exact, spans=spans, launcher=Recorder())
         options = GDNOptions(True, 1e-6, True, [False] * T, None, None, False, steps)
         gdn_scan(x, S0, z0, options)[0].sum().backward()
         if dtype == torch.float32:
@@ -111,8 +114,8 @@ def misfits(D, dtype, exact, rotary):
 def test_some_tile_of_every_launch_fits_an_rtx_4090(case):
     """In a process of its own, where triton compiles; here it may interpret."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.test_shared_memory", *case.split()]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    command = [sys.executable, "-m", "tests.kernels.test_shared_memory", *case.split()]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout + done.stderr
 
 

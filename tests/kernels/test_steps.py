@@ -4,14 +4,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from frame_gdn import cp_frame_gdn_scan, gdn, primitive, torch_kernels
+from frame_gdn import cp_frame_gdn_scan, gdn, primitive
+from frame_gdn.functional import rotary as rotary_embedding
 from frame_gdn.gdn import GDNState, bidirectional_gdn
-from frame_gdn.naive import naive_bidirectional_gdn, naive_frame_scan
-from frame_gdn.torch_kernels import Edges, Inputs, apply_rotary
+from frame_gdn.kernels import plain
+from frame_gdn.kernels.naive import naive_bidirectional_gdn, naive_frame_scan
+from frame_gdn.kernels.types import Edges, Inputs
 
-from .helpers import relative_error
+from ..helpers import relative_error
 
-triton_kernels = pytest.importorskip("frame_gdn.triton_kernels", exc_type=ImportError)
+pytest.importorskip("triton")
+
+from frame_gdn.kernels.triton.launch import Launcher
+from frame_gdn.kernels.triton.scan import FactoredTransitions, best_span
+from frame_gdn.kernels.triton.steps import TritonSteps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: What float32 sums in another order may differ by; and twice what rounding to 16 bits does to one tensor.
@@ -51,7 +57,7 @@ def check_against_the_loop(
     """Output, final state and every gradient of `bidirectional_gdn` on Triton against the loop in float64."""
     inputs, tables = tokens(B, T, S, H, D, dtype)
     if rotary == "given":
-        inputs["q_rot"], inputs["k_rot"] = (apply_rotary(inputs[name], *tables) for name in ("q", "k"))
+        inputs |= {f"{name}_rot": rotary_embedding(inputs[name], *tables, backend="torch") for name in ("q", "k")}
     if state:
         inputs["S0"] = 0.1 * torch.randn(B, H, D, D, device=DEVICE)
         inputs["z0"] = torch.rand(B, H, D, device=DEVICE)
@@ -65,7 +71,7 @@ def check_against_the_loop(
     initial = (given.pop("S0"), given.pop("z0")) if state else None
     if rotary == "tables":
         wide = [table.double() for table in tables]
-        given["q_rot"], given["k_rot"] = apply_rotary(given["q"], *wide), apply_rotary(given["k"], *wide)
+        given |= {f"{name}_rot": rotary_embedding(given[name], *wide, backend="torch") for name in ("q", "k")}
     expected, (S, z) = naive_bidirectional_gdn(
         **given, mask=mask, initial_state=initial, chunk_frames=chunk_frames, normalize=normalize, eps=1e-6
     )
@@ -147,7 +153,11 @@ def test_heads_of_several_channel_blocks(D, options):
 
 @pytest.mark.parametrize("rotary", ["none", "given", "tables"])
 def test_narrow_blocks_for_a_device_of_little_shared_memory(monkeypatch, rotary):
-    monkeypatch.setattr(triton_kernels, "_shared_memory", lambda device: 0)
+    class Small(Launcher):
+        def shared_memory(self, device):
+            return 0
+
+    monkeypatch.setattr(gdn, "pick_backend", lambda *_: TritonSteps(launcher=Small()))
     check_against_the_loop(D=24, rotary=rotary, masked=True, state=True)
 
 
@@ -227,7 +237,7 @@ def in_spans(monkeypatch):
 
     def cut(spans):
         for module in (gdn, primitive):
-            monkeypatch.setattr(module, "pick_backend", lambda *_: triton_kernels.TritonSteps(spans=spans))
+            monkeypatch.setattr(module, "pick_backend", lambda *_: TritonSteps(spans=spans))
 
     return cut
 
@@ -263,8 +273,8 @@ def test_spans_keep_a_state_that_lives_a_hundred_frames():
         expected = expected @ (gate[..., t].double() * (eye - A[0, :, :, t].double()))
     errors = {}
     for spans in (1, 9):
-        steps = triton_kernels.TritonSteps(spans=spans)
-        tr = triton_kernels.Transitions(A, U, gate, "tf32")
+        steps = TritonSteps(spans=spans)
+        tr = FactoredTransitions(A, U, gate, "tf32")
         states, _ = steps.scan_states(tr, Edges(None, None, None, None), [False] * T, reverse=False)
         errors[spans] = relative_error(states.S[:, :, -1], expected)
     assert errors[9] <= 1.2 * errors[1], errors
@@ -277,11 +287,11 @@ def test_the_transition_of_a_shard_is_the_same_in_spans(rotary):
     x = Inputs(*inputs.values(), *rotated, None)
     found = []
     for spans in (1, 3):
-        steps = triton_kernels.TritonSteps(spans=spans)
+        steps = TritonSteps(spans=spans)
         found.append(steps.shard_transitions(steps.transitions(x, normalize=True)))
-    expected = torch_kernels.shard_transitions(torch_kernels.transitions(x, normalize=True))
-    for one, three, plain in zip(*found, expected, strict=True):
-        assert relative_error(one, plain) <= FLOAT32 and relative_error(three, plain) <= FLOAT32
+    expected = plain.shard_transitions(plain.transitions(x, normalize=True))
+    for one, three, exact in zip(*found, expected, strict=True):
+        assert relative_error(one, exact) <= FLOAT32 and relative_error(three, exact) <= FLOAT32
 
 
 @pytest.mark.parametrize("spans", [2, 5])
@@ -292,11 +302,11 @@ def test_the_primitive_in_spans(in_spans, spans, initial):
 
 
 def test_a_full_device_scans_frame_after_frame_and_an_empty_one_in_spans():
-    assert triton_kernels._best_span(121, programs=200, transitions=160, multiprocessors=132) == 121
-    assert triton_kernels._best_span(16, programs=40, transitions=32, multiprocessors=132) == 16
-    assert triton_kernels._best_span(121, programs=40, transitions=32, multiprocessors=132) < 40
-    assert triton_kernels._best_span(2048, programs=10, transitions=8, multiprocessors=132) <= 64
-    assert triton_kernels._best_span(2048, programs=2, transitions=1, multiprocessors=1) == 2048
+    assert best_span(121, programs=200, transitions=160, multiprocessors=132) == 121
+    assert best_span(16, programs=40, transitions=32, multiprocessors=132) == 16
+    assert best_span(121, programs=40, transitions=32, multiprocessors=132) < 40
+    assert best_span(2048, programs=10, transitions=8, multiprocessors=132) <= 64
+    assert best_span(2048, programs=2, transitions=1, multiprocessors=1) == 2048
 
 
 def test_unsupported_tensors_are_refused_by_name():

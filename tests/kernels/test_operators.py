@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from frame_gdn import triton_block, triton_ffn, triton_layer, triton_rays
+from frame_gdn.kernels.triton import gate, glu_conv, modulation, norm, residual, rotary, short_conv, ucpe
 
-from .test_triton import DEVICE
+from .test_steps import DEVICE
 
 B, T, S, C, H, D = 2, 3, 5, 16, 2, 8
 
@@ -17,21 +17,21 @@ HEADS, RAYS, TABLE = (B, T * S, H, D), (B, T * S, 4, 4), (1, T * S, D // 4, 2)
 
 #: By name: where it stands, the shapes of its tensors, and what follows them.
 CALLS = {
-    "short_conv": (triton_layer, (CLIP, (B, 3, S, C), (B, 3, S, C), (C, 1, 4)), (2, 1)),
-    "short_conv_backward": (triton_layer, (CLIP, CLIP, None, None, (C, 1, 4)), (None, 0)),
-    "norm_relu": (triton_layer, (TOKENS, (C,)), (1e-5, 0.5)),
-    "norm_relu_backward": (triton_layer, (TOKENS, TOKENS, (C,)), (1e-5, 0.5)),
-    "silu_gate": (triton_layer, (TOKENS, TOKENS), ()),
-    "silu_gate_backward": (triton_layer, (TOKENS, TOKENS, TOKENS), ()),
-    "glu_conv": (triton_ffn, (IMAGES, (2 * C, 1, 3, 3), (2 * C,)), (True,)),
-    "glu_conv_backward": (triton_ffn, ((2, 3, 4, C), IMAGES, (2 * C, 1, 3, 3), (2 * C,)), (True,)),
-    "modulated_norm": (triton_block, (TOKENS, FRAMES, FRAMES, None), (1e-6,)),
-    "modulated_norm_backward": (triton_block, (TOKENS, TOKENS, FRAMES, FRAMES, None, (2, B * T * S)), ()),
-    "residual": (triton_block, (TOKENS, TOKENS, FRAMES, TOKENS, None), (T,)),
-    "residual_backward": (triton_block, (TOKENS, TOKENS, FRAMES, None), (T,)),
-    "rotary": (triton_block, (HEADS, (1, T * S, D // 2), (1, T * S, D // 2)), (False,)),
-    "turn": (triton_rays, (HEADS, RAYS, TABLE), (False,)),
-    "turn_backward": (triton_rays, (HEADS, (B, T * S, H), HEADS, RAYS, TABLE), (False,)),
+    "short_conv": (short_conv, (CLIP, (B, 3, S, C), (B, 3, S, C), (C, 1, 4)), (2, 1)),
+    "short_conv_backward": (short_conv, (CLIP, CLIP, None, None, (C, 1, 4)), (None, 0)),
+    "norm_relu": (norm, (TOKENS, (C,)), (1e-5, 0.5)),
+    "norm_relu_backward": (norm, (TOKENS, TOKENS, (C,)), (1e-5, 0.5)),
+    "silu_gate": (gate, (TOKENS, TOKENS), ()),
+    "silu_gate_backward": (gate, (TOKENS, TOKENS, TOKENS), ()),
+    "glu_conv": (glu_conv, (IMAGES, (2 * C, 1, 3, 3), (2 * C,)), (True,)),
+    "glu_conv_backward": (glu_conv, ((2, 3, 4, C), IMAGES, (2 * C, 1, 3, 3), (2 * C,)), (True,)),
+    "modulated_norm": (modulation, (TOKENS, FRAMES, FRAMES, None), (1e-6,)),
+    "modulated_norm_backward": (modulation, (TOKENS, TOKENS, FRAMES, FRAMES, None, (2, B * T * S)), ()),
+    "residual": (residual, (TOKENS, TOKENS, FRAMES, TOKENS, None), (T,)),
+    "residual_backward": (residual, (TOKENS, TOKENS, FRAMES, None), (T,)),
+    "rotary": (rotary, (HEADS, (1, T * S, D // 2), (1, T * S, D // 2)), (False,)),
+    "turn": (ucpe, (HEADS, RAYS, TABLE), (False,)),
+    "turn_backward": (ucpe, (HEADS, (B, T * S, H), HEADS, RAYS, TABLE), (False,)),
 }
 
 

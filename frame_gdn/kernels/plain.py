@@ -1,83 +1,14 @@
 """The plain PyTorch backend: the local steps of the frame scan on one shard, forward and backward.
 
-A backend is a module with the functions below; `triton_kernels` offers the same ones. None of them communicates and
-none
-is differentiable by autograd: the backward of each step stands beside it, and `scan.py` puts them together.
-
-Shapes: tokens (B, N, H, D) with N = T·S frame-major, beta (B, N, H), decay (B, T, H), mask (B, T) bool.
-Transitions and states (B, H, T, D, D) and (B, H, T, D); states that enter a shard lack the T.
-Everything that is not a token is float32, or float64 where the tokens are.
+This module is a `types.Backend`, whose docstring says what its functions have in common; shapes as in `types.py`.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-
-class Inputs(NamedTuple):
-    """One shard's tokens and gates. q_rot and k_rot are what the numerator uses; None means the plain ones.
-
-    cos, sin (N, D / 2): rotary tables for a backend that rotates inside its kernels; this one is given q_rot, k_rot.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    beta: Tensor
-    decay: Tensor
-    q_rot: Tensor | None
-    k_rot: Tensor | None
-    mask: Tensor | None
-    cos: Tensor | None = None
-    sin: Tensor | None = None
-
-
-class Transitions(NamedTuple):
-    """W, U, W°, u° of every frame (a frame makes S W + U and W° z + u°); the last two None without a denominator."""
-
-    W: Tensor
-    U: Tensor
-    W_z: Tensor | None
-    u_z: Tensor | None
-
-
-class Edges(NamedTuple):
-    """States that stand at a shard's two edges: S, z on the side of frame 0, R, y on the side of frame T-1.
-
-    The same four fields hold what enters a shard and what leaves it; None is zero.
-    """
-
-    S: Tensor | None
-    z: Tensor | None
-    R: Tensor | None
-    y: Tensor | None
-
-
-class States(NamedTuple):
-    """What each frame's queries meet: S, z after the frame (forward, inclusive); R, y of the frames after it
-    (exclusive)."""
-
-    S: Tensor
-    z: Tensor | None
-    R: Tensor | None
-    y: Tensor | None
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 stays float64, everything else is computed in float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate interleaved pairs (2i, 2i+1) of x (B, N, H, D) by tables (N, D/2), in float32 at least, cast back to x's
-    dtype."""
-    wide = accumulation_dtype(x.dtype)
-    even, odd = x.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos.to(wide).unsqueeze(1), sin.to(wide).unsqueeze(1)
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(x.dtype)
-
+from .types import Edges, Inputs, States, Transitions, accumulation_dtype
 
 # --- tokens and transitions -------------------------------------------------------------------------------------
 

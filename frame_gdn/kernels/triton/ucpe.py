@@ -5,7 +5,7 @@ head's channels come and go as (tokens, channels) tiles, in words as wide as the
 pairs of a rotation are taken apart where they stand, in a thread's own registers. Everything is float32 between load
 and store.
 
-Operators of `torch.library`, as those of `triton_layer`; only inputs are kept for the backward pass.
+Operators of `torch.library`; only inputs are kept for the backward pass.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_layer import operator
+from .launch import operator
 
 #: Tokens and heads of a program.
 _TOKENS, _HEADS = 16, 10

@@ -5,11 +5,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .helpers import relative_error
-from .test_triton import DEVICE, poisoned_memory  # noqa: F401 (a fixture)
-from .test_triton_layer import DTYPES, check, random
+from ..helpers import relative_error
+from .test_layer_operators import DTYPES, check, random
+from .test_steps import DEVICE, poisoned_memory  # noqa: F401 (a fixture)
 
 pytest.importorskip("triton")
+
+from frame_gdn.kernels.triton.modulation import modulated_norm as fused_modulated_norm
+from frame_gdn.kernels.triton.residual import residual as fused_residual
+from frame_gdn.kernels.triton.rotary import rotary as fused_rotary
 
 #: B, T, S, C: one token, odd counts, a warp's turns and more than one share of a frame's tokens.
 SIZES = [(1, 1, 1, 24), (2, 3, 5, 24), (1, 2, 7, 5), (2, 1, 35, 336)]
@@ -40,9 +44,7 @@ def slices(B: int, T: int, C: int, dtype: torch.dtype, count: int = 2) -> list[T
 def modulated_norm(mask: Tensor | None = None):
     def run(backend, x, shift, scale):
         if backend == "triton":
-            from frame_gdn import triton_block
-
-            return triton_block.modulated_norm(x, shift, scale, mask, 1e-6)[0]
+            return fused_modulated_norm(x, shift, scale, mask, 1e-6)[0]
         normed = by_frame(F.layer_norm(x, x.shape[-1:], eps=1e-6), scale.shape[1])
         return select((normed * (1 + scale)[:, :, None] + shift[:, :, None]).flatten(1, 2), mask)
 
@@ -52,9 +54,7 @@ def modulated_norm(mask: Tensor | None = None):
 def residual(frames: int, mask: Tensor | None = None):
     def run(backend, x, h, gate=None, extra=None):
         if backend == "triton":
-            from frame_gdn import triton_block
-
-            return triton_block.residual(x, h, gate, extra, mask, frames)
+            return fused_residual(x, h, gate, extra, mask, frames)
         if gate is not None:
             h = (by_frame(h, frames) * gate[:, :, None]).flatten(1, 2)
         return select(x + h if extra is None else x + h + extra, mask)
@@ -65,9 +65,7 @@ def residual(frames: int, mask: Tensor | None = None):
 def rotary(cos: Tensor, sin: Tensor, inverse: bool = False):
     def run(backend, x):
         if backend == "triton":
-            from frame_gdn import triton_block
-
-            return triton_block.rotary(x, cos, sin, inverse)
+            return fused_rotary(x, cos, sin, inverse)
         even, odd = x.double().unflatten(-1, (-1, 2)).unbind(-1)
         c, s = cos.double()[:, :, None], sin.double()[:, :, None] * (-1 if inverse else 1)
         return torch.stack([even * c - odd * s, even * s + odd * c], -1).flatten(-2).to(x.dtype)
@@ -127,14 +125,12 @@ def test_rotary(B, N, H, D, tables, dtype, inverse):
 
 def test_what_16_bit_tokens_and_float32_modulation_make_is_float32():
     """What autocast gives, with the gradients in each input's own dtype."""
-    from frame_gdn import triton_block
-
     x, h, extra = (random(1, 6, 24, dtype=torch.float16).requires_grad_() for _ in range(3))
     shift, scale, gate = (t.requires_grad_() for t in random(3, 1, 2, 24).unbind(0))
     for given, out in (
-        ((x, shift, scale), triton_block.modulated_norm(x, shift, scale, None, 1e-6)[0]),
-        ((x, h, gate, extra), triton_block.residual(x, h, gate, extra, None, 2)),
-        ((x, h, extra), triton_block.residual(x, h, None, extra, None, 2).float()),
+        ((x, shift, scale), fused_modulated_norm(x, shift, scale, None, 1e-6)[0]),
+        ((x, h, gate, extra), fused_residual(x, h, gate, extra, None, 2)),
+        ((x, h, extra), fused_residual(x, h, None, extra, None, 2).float()),
     ):
         assert out.dtype == torch.float32
         for t, d in zip(given, torch.autograd.grad(out.sum(), given), strict=True):
@@ -166,12 +162,10 @@ def test_what_a_padded_frame_holds_reaches_nothing(poison):
 
 
 def test_nothing_at_all():
-    from frame_gdn import triton_block
-
     x, h, modulation = random(1, 0, 24).requires_grad_(), random(1, 0, 24), random(1, 0, 24).requires_grad_()
-    out = triton_block.residual(triton_block.modulated_norm(x, modulation, modulation, None, 1e-6)[0], h, modulation,
+    out = fused_residual(fused_modulated_norm(x, modulation, modulation, None, 1e-6)[0], h, modulation,
                                 None, None, 0)  # fmt: skip
-    out = triton_block.rotary(out.view(1, 0, 2, 12), random(1, 0, 6), random(1, 0, 6), False)
+    out = fused_rotary(out.view(1, 0, 2, 12), random(1, 0, 6), random(1, 0, 6), False)
     out.sum().backward()
     assert x.grad.shape == x.shape and modulation.grad.shape == modulation.shape
 
@@ -189,19 +183,17 @@ def test_two_runs_are_equal_to_the_bit():
 
 
 def test_the_operators_keep_the_rules_of_operators():
-    from frame_gdn import triton_block
-
     x, h, extra = (t.requires_grad_() for t in random(3, 2, 6, 8).unbind(0))
     shift, scale, gate = (t.requires_grad_() for t in random(3, 2, 3, 8).unbind(0))
     mask = padded(2, 3)
     for operator, arguments in (
-        (triton_block.modulated_norm, (x, shift, scale, mask, 1e-6)),
-        (triton_block.modulated_norm, (x, shift, scale, None, 1e-6)),
-        (triton_block.residual, (x, h, gate, extra, mask, 3)),
-        (triton_block.residual, (x, h, gate, None, None, 3)),
-        (triton_block.residual, (x, h, None, None, mask, 3)),
-        (triton_block.residual, (x, h, None, extra, None, 3)),
-        (triton_block.rotary, (x.unflatten(-1, (2, 4)), random(1, 6, 2), random(1, 6, 2), False)),
+        (fused_modulated_norm, (x, shift, scale, mask, 1e-6)),
+        (fused_modulated_norm, (x, shift, scale, None, 1e-6)),
+        (fused_residual, (x, h, gate, extra, mask, 3)),
+        (fused_residual, (x, h, gate, None, None, 3)),
+        (fused_residual, (x, h, None, None, mask, 3)),
+        (fused_residual, (x, h, None, extra, None, 3)),
+        (fused_rotary, (x.unflatten(-1, (2, 4)), random(1, 6, 2), random(1, 6, 2), False)),
     ):
         torch.library.opcheck(
             operator, arguments,

@@ -5,11 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .helpers import relative_error
-from .test_triton import DEVICE, poisoned_memory  # noqa: F401 (a fixture)
-from .test_triton_layer import FLOAT32, check, random, values_and_gradients
+from ..helpers import relative_error
+from .test_layer_operators import FLOAT32, check, random, values_and_gradients
+from .test_steps import DEVICE, poisoned_memory  # noqa: F401 (a fixture)
 
 pytest.importorskip("triton")
+
+from frame_gdn.kernels.triton.glu_conv import glu_conv
 
 #: The interpreter cuts bfloat16 off where a GPU rounds.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
@@ -20,9 +22,7 @@ def gated_convolution(silu: bool = True):
 
     def run(backend: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if backend == "triton":
-            from frame_gdn import triton_ffn
-
-            return triton_ffn.glu_conv(x, weight, bias, silu)
+            return glu_conv(x, weight, bias, silu)
         h = F.silu(x) if silu else x
         padding = weight.shape[-1] // 2
         h = F.conv2d(h.permute(0, 3, 1, 2), weight, bias, padding=padding, groups=weight.shape[0])
@@ -123,11 +123,9 @@ def test_the_compiler_takes_it_whole():
 
 
 def test_the_operator_keeps_the_rules_of_operators():
-    from frame_gdn import triton_ffn
-
     inputs = {name: t.requires_grad_() for name, t in inputs_of(1, 2, 3, 4, 3, torch.float32).items()}
     for bias in (inputs["bias"], None):
         torch.library.opcheck(
-            triton_ffn.glu_conv, (inputs["x"], inputs["weight"], bias, True),
+            glu_conv, (inputs["x"], inputs["weight"], bias, True),
             test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"),
         )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Everything that imports triton: a step of the scan or an operation around it a file."""

@@ -1,0 +1,172 @@
+"""The gated residual of a block on Triton, x + gate · h, forward and backward.
+
+Bound by memory traffic alone: every token is read and written once. The gate is one row a frame: its gradient is a sum
+over the frame's tokens, first by program, then over programs in a fixed order, so that two runs are equal to the bit.
+Everything is float32 between load and store. Padded frames are selected away, never multiplied.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import channel_tile, dense, mask_bytes, operator, promoted_dtype, row_strides
+
+#: Tokens of a program that sums a frame's gradients.
+_SHARE = 32
+#: A tile of tokens and channels, on 4 warps.
+_ROWS, _CHANNELS = 8, 256
+
+
+@triton.jit
+def _residual_kernel(
+    x_ptr, h_ptr, gate_ptr, extra_ptr, mask_ptr, out_ptr,
+    T, S, x_b, x_n, h_b, h_n, gate_b, gate_t, extra_b, extra_n,
+    HAS_GATE: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_MASK: tl.constexpr,
+    C: tl.constexpr, BC: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """A tile of tokens of one frame by channels: x + gate · h + extra."""
+    tiles = tl.cdiv(S, R)
+    pid = tl.program_id(0)
+    frame = (pid // BLOCKS // tiles).to(tl.int64)
+    s = (pid // BLOCKS) % tiles * R + tl.arange(0, R)
+    c = (pid % BLOCKS) * BC + tl.arange(0, BC)
+    b, t = frame // T, frame % T
+    n = (t * S + s)[:, None]
+    live = (s < S)[:, None] & (c < C)[None, :]
+    out = tl.load(h_ptr + b * h_b + n * h_n + c[None, :], mask=live, other=0.0).to(tl.float32)
+    if HAS_GATE:
+        gate = tl.load(gate_ptr + b * gate_b + t * gate_t + c, mask=c < C, other=0.0).to(tl.float32)
+        out = out * gate[None, :]
+    out = tl.load(x_ptr + b * x_b + n * x_n + c[None, :], mask=live, other=0.0).to(tl.float32) + out
+    if HAS_EXTRA:
+        out += tl.load(extra_ptr + b * extra_b + n * extra_n + c[None, :], mask=live, other=0.0).to(tl.float32)
+    if HAS_MASK:
+        out = tl.where(tl.load(mask_ptr + frame) != 0, out, 0.0)
+    row = (frame * S + s)[:, None]
+    tl.store(out_ptr + row * C + c[None, :], out.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _residual_backward_kernel(
+    h_ptr, gate_ptr, mask_ptr, dout_ptr, dx_ptr, dh_ptr, partial_ptr, T, S, h_b, h_n, gate_b, gate_t,
+    HAS_GATE: tl.constexpr, HAS_MASK: tl.constexpr,
+    C: tl.constexpr, BC: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    """Some channels of SHARE tokens of a frame: dx = dout where the frame is there (without a mask dx is dout itself
+    and is not written); dh = gate · dout; these tokens' part of dgate = Σ dout h."""
+    shares = tl.cdiv(S, SHARE)
+    pid = tl.program_id(0)
+    frame = (pid // BLOCKS // shares).to(tl.int64)
+    share = pid // BLOCKS % shares
+    c = (pid % BLOCKS) * BC + tl.arange(0, BC)
+    b, t = frame // T, frame % T
+    if HAS_MASK:
+        alive = tl.load(mask_ptr + frame) != 0
+    if HAS_GATE:
+        gate = tl.load(gate_ptr + b * gate_b + t * gate_t + c, mask=c < C, other=0.0).to(tl.float32)
+        total = tl.zeros((R, BC), dtype=tl.float32)
+    for i in tl.static_range(SHARE // R):
+        s = share * SHARE + i * R + tl.arange(0, R)
+        live = (s < S)[:, None] & (c < C)[None, :]
+        at = (frame * S + s)[:, None] * C + c[None, :]
+        dout = tl.load(dout_ptr + at, mask=live, other=0.0).to(tl.float32)
+        if HAS_MASK:
+            dout = tl.where(alive, dout, 0.0)
+            tl.store(dx_ptr + at, dout.to(dx_ptr.dtype.element_ty), mask=live)
+        if HAS_GATE:
+            h = tl.load(h_ptr + b * h_b + (t * S + s)[:, None] * h_n + c[None, :], mask=live, other=0.0)
+            dh = dout * gate[None, :]
+            if HAS_MASK:
+                dh = tl.where(alive, dh, 0.0)
+            tl.store(dh_ptr + at, dh.to(dh_ptr.dtype.element_ty), mask=live)
+            total += dout * h.to(tl.float32)
+    if HAS_GATE:
+        dgate = tl.sum(total, 0)
+        if HAS_MASK:
+            dgate = tl.where(alive, dgate, 0.0)
+        tl.store(partial_ptr + (frame * shares + share) * C + c, dgate, mask=c < C)
+
+
+@operator("residual")
+def residual(
+    x: Tensor, h: Tensor, gate: Tensor | None, extra: Tensor | None, mask: Tensor | None, frames: int
+) -> Tensor:
+    """x + gate · h + extra, 0 in padded frames: x, h, extra (B, T·S, C), gate (B, T, C), mask (B, T) bool, `frames` T
+    -> (B, T·S, C) contiguous. No gate is 1, no extra 0."""
+    B, N, C = x.shape
+    out = torch.empty(x.shape, dtype=promoted_dtype(x, h, gate, extra), device=x.device)
+    if out.numel():
+        x, h = dense(x), dense(h)
+        gate, extra = (None if t is None else dense(t) for t in (gate, extra))
+        tile = channel_tile(C, _CHANNELS, C)
+        _residual_kernel[(B * frames * triton.cdiv(N // frames, _ROWS) * tile["BLOCKS"],)](
+            x, h, gate, extra, mask_bytes(mask), out,
+            frames, N // frames, *row_strides(x), *row_strides(h), *row_strides(gate), *row_strides(extra),
+            HAS_GATE=gate is not None, HAS_EXTRA=extra is not None, HAS_MASK=mask is not None,
+            C=C, **tile, R=_ROWS, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@operator("residual_backward")
+def residual_backward(
+    dout: Tensor, h: Tensor, gate: Tensor | None, mask: Tensor | None, frames: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, empty without a mask, for then it is dout; dh and dgate, empty without a gate, for then dh is dx."""
+    B, N, C = h.shape
+    dx = dout.new_empty(0 if mask is None else dout.shape)
+    dh = h.new_empty(0 if gate is None else h.shape)
+    if h.numel() == 0 or (gate is None and mask is None):
+        return dx, dh, h.new_empty(0) if gate is None else gate.new_zeros(gate.shape)
+    h, gate = dense(h), None if gate is None else dense(gate)
+    shares, tile = triton.cdiv(N // frames, _SHARE), channel_tile(C, _CHANNELS, C)
+    partial = dout.new_empty((B, frames, shares, C) if gate is not None else 0, dtype=torch.float32)
+    _residual_backward_kernel[(B * frames * shares * tile["BLOCKS"],)](
+        h, gate, mask_bytes(mask), dout.contiguous(), dx, dh, partial,
+        frames, N // frames, *row_strides(h), *row_strides(gate),
+        HAS_GATE=gate is not None, HAS_MASK=mask is not None, C=C, **tile, R=_ROWS, SHARE=_SHARE, num_warps=4,
+    )  # fmt: skip
+    return dx, dh, h.new_empty(0) if gate is None else partial.sum(2).to(gate.dtype)
+
+
+@residual.register_fake
+def _(x: Tensor, h: Tensor, gate: Tensor | None, extra: Tensor | None, *args: Any) -> Tensor:
+    return x.new_empty(x.shape, dtype=promoted_dtype(x, h, gate, extra))
+
+
+@residual_backward.register_fake
+def _(
+    dout: Tensor, h: Tensor, gate: Tensor | None, mask: Tensor | None, frames: int
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return (
+        dout.new_empty(0 if mask is None else dout.shape),
+        h.new_empty(0 if gate is None else h.shape),
+        h.new_empty(0) if gate is None else gate.new_empty(gate.shape),
+    )
+
+
+def _save_residual(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, h, gate, extra, mask, ctx.frames = inputs
+    ctx.kinds = x.dtype, h.dtype, None if extra is None else extra.dtype
+    ctx.save_for_backward(h, gate, mask)
+
+
+def _residual_backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    h, gate, mask = ctx.saved_tensors
+    dx, dh, dgate = residual_backward(dout, h, gate, mask, ctx.frames)
+    dx = dout if mask is None else dx
+    of_x, of_h, of_extra = ctx.kinds
+    return (
+        dx.to(of_x),
+        dx.to(of_h) if gate is None else dh,
+        None if gate is None else dgate,
+        None if of_extra is None else dx.to(of_extra),
+        None,
+        None,
+    )
+
+
+residual.register_autograd(_residual_backward, setup_context=_save_residual)

@@ -1,0 +1,538 @@
+"""The scans of states on Triton: both directions of both states in one launch, in spans of frames side by side.
+
+A program takes a block of state rows, which are independent. Where those leave most of the GPU idle, the clip is cut
+into spans of frames, scanned side by side as shards over ranks are: what leaves each span and its transition, from
+span to span, then each span from what entered it.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..types import Edges, States
+from .launch import Settings, Tiles, cdiv, channel_blocks
+from .tiles import scaled_rows
+
+
+@triton.jit
+def _load_square(
+    ptr, row, col,
+    stride_k: tl.constexpr, stride_n: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Block (row, col) of a (D, D) matrix as the right operand; TRANSPOSED where memory runs along its rows' index."""
+    offs = tl.arange(0, BD)
+    k, n = row * BD + offs, col * BD + offs
+    if TRANSPOSED:
+        tile = tl.load(ptr + n[:, None] * stride_n + k[None, :], mask=(n < D)[:, None] & (k < D)[None, :], other=0.0)
+        return tl.trans(tile)
+    else:
+        return tl.load(
+            ptr + k[:, None] * stride_k + n[None, :] * stride_n, mask=(k < D)[:, None] & (n < D)[None, :], other=0.0
+        )
+
+
+@triton.jit
+def _times_square(
+    s0, s1, ptr,
+    stride_k: tl.constexpr, stride_n: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr,
+    TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows (s0 | s1) times a (D, D) matrix, each half scaled as the precision asks; s1 is anything where NB is 1."""
+    EXACT: tl.constexpr = PRECISION != "tf32"
+    a00 = _load_square(ptr, 0, 0, stride_k, stride_n, D, BD, TRANSPOSED)
+    x0, size0 = scaled_rows(s0, EXACT)
+    p0 = tl.dot(x0, a00, input_precision=PRECISION) * size0[:, None]
+    p1 = p0
+    if NB == 2:
+        x1, size1 = scaled_rows(s1, EXACT)
+        a10 = _load_square(ptr, 1, 0, stride_k, stride_n, D, BD, TRANSPOSED)
+        p0 += tl.dot(x1, a10, input_precision=PRECISION) * size1[:, None]
+        a01 = _load_square(ptr, 0, 1, stride_k, stride_n, D, BD, TRANSPOSED)
+        p1 = tl.dot(x0, a01, input_precision=PRECISION) * size0[:, None]
+        a11 = _load_square(ptr, 1, 1, stride_k, stride_n, D, BD, TRANSPOSED)
+        p1 += tl.dot(x1, a11, input_precision=PRECISION) * size1[:, None]
+    return p0, p1
+
+
+@triton.jit
+def rows_of(row_block, R, D: tl.constexpr, BR: tl.constexpr):
+    """A block's first row, the row where it has to stop, and whether it is one of the rows from D on."""
+    blocks: tl.constexpr = (D + BR - 1) // BR
+    second = row_block >= blocks
+    first_row = tl.where(second, D + (row_block - blocks) * BR, row_block * BR)
+    return first_row, tl.where(second, R, tl.minimum(R, D)), second
+
+
+@triton.jit
+def scan_rows(
+    first_row, last_row, sequence, edge, first, last, direction, transition,
+    A_ptr, U_ptr, gate_ptr, in0_ptr, in1_ptr, states0_ptr, states1_ptr, out_ptr,
+    T, A_frame, first_end, period,
+    R, A_k: tl.constexpr, A_n: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr,
+    GATED: tl.constexpr, TRANSPOSED: tl.constexpr, ADJOINT: tl.constexpr,
+    HAS_IN0: tl.constexpr, HAS_IN1: tl.constexpr, HAS_STATES: tl.constexpr, CUT: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A block of rows of one sequence through its frames from `first` to before `last`, in one of two directions.
+
+    Direction 0 is inclusive: S_t = S_{t-1} W_t + U_t upwards, or with ADJOINT G_t = U_t + G_{t+1} W_{t+1} downwards.
+    Direction 1 is exclusive: R_t = R_{t+1} W_t + U_t downwards, or with ADJOINT F_{t+1} = U_t + F_t W_t upwards; what
+    is kept of frame t is the state it meets, and a chunk's end cuts. `edge` is where a state enters in in_ptr and
+    leaves in out_ptr. With `transition` the rows are those of I and there is no U: what leaves is the W's product.
+    """
+    rows = first_row + tl.arange(0, BR)
+    row_live = rows < last_row
+    gate_ptr += sequence * T
+    cols = tl.arange(0, BD)
+    tile = rows[:, None] * D + cols[None, :]
+    keep0 = row_live[:, None] & (cols < D)[None, :]
+    keep1 = row_live[:, None] & (cols + BD < D)[None, :]
+
+    states_ptr, in_ptr = states0_ptr, in0_ptr
+    if direction == 1:
+        states_ptr, in_ptr = states1_ptr, in1_ptr
+    has_u = transition == 0
+    has_in = (HAS_IN0 and direction == 0) or (HAS_IN1 and direction == 1)
+    s0 = tl.load(in_ptr + edge + tile, mask=keep0 & has_in, other=0.0)
+    s0 = tl.where(transition & (rows[:, None] == cols[None, :]), 1.0, s0)
+    s1 = s0
+    if NB == 2:
+        s1 = tl.load(in_ptr + edge + tile + BD, mask=keep1 & has_in, other=0.0)
+        s1 = tl.where(transition & (rows[:, None] == cols[None, :] + BD), 1.0, s1)
+
+    down = (direction == 1) != ADJOINT
+    step = tl.where(down, -1, 1)
+    t = tl.where(down, last - 1, first)
+    add_first = ADJOINT and direction == 0
+    if direction == 1:
+        if CUT and not ADJOINT:  # noqa: SIM102
+            if t % period == first_end:
+                s0 = tl.zeros_like(s0)
+                s1 = tl.zeros_like(s1)
+        if HAS_STATES:
+            slot = states_ptr + (sequence * T + t) * R * D + tile
+            tl.store(slot, s0, mask=keep0)
+            if NB == 2:
+                tl.store(slot + BD, s1, mask=keep1)
+
+    for _ in tl.range(first, last, num_stages=STAGES):
+        U_tile = U_ptr + (sequence * T + t) * R * D + tile
+        u0 = tl.load(U_tile, mask=keep0 & has_u, other=0.0)
+        u1 = u0
+        if NB == 2:
+            u1 = tl.load(U_tile + BD, mask=keep1 & has_u, other=0.0)
+        if ADJOINT:
+            s0 = tl.where(add_first, s0 + u0, s0)
+            s1 = tl.where(add_first, s1 + u1, s1)
+        A_frame_ptr = A_ptr + t.to(tl.int64) * A_frame
+        p0, p1 = _times_square(s0, s1, A_frame_ptr, A_k, A_n, D, BD, NB, TRANSPOSED, PRECISION)
+        if GATED:
+            gate = tl.load(gate_ptr + t)
+            p0 = gate * (s0 - p0)
+            p1 = gate * (s1 - p1)
+        kept0, kept1 = s0, s1
+        s0, s1 = p0, p1
+        if not ADJOINT:
+            s0, s1 = p0 + u0, p1 + u1
+            kept0, kept1 = s0, s1
+        else:
+            s0 = tl.where(add_first, p0, p0 + u0)
+            s1 = tl.where(add_first, p1, p1 + u1)
+        slot_t = tl.where(direction == 1, t + step, t)
+        if CUT:  # noqa: SIM102
+            if direction == 1:
+                end = t if ADJOINT else slot_t
+                if (end >= 0) & (end % period == first_end):
+                    s0 = tl.zeros_like(s0)
+                    s1 = tl.zeros_like(s1)
+        if HAS_STATES:
+            if not add_first:
+                kept0, kept1 = s0, s1
+            inside = (slot_t >= first) & (slot_t < last)
+            slot = states_ptr + (sequence * T + slot_t) * R * D + tile
+            tl.store(slot, kept0, mask=keep0 & inside)
+            if NB == 2:
+                tl.store(slot + BD, kept1, mask=keep1 & inside)
+        t += step
+
+    tl.store(out_ptr + edge + tile, s0, mask=keep0)
+    if NB == 2:
+        tl.store(out_ptr + edge + tile + BD, s1, mask=keep1)
+
+
+@triton.jit
+def _scan_kernel(
+    A_ptr, U_ptr, gate_ptr, in0_ptr, in1_ptr, states0_ptr, states1_ptr, out0_ptr, out1_ptr, M_ptr,
+    T, spans, length, A_kind, A_seq, A_frame, first_end, period, R,
+    D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr, ADJOINT: tl.constexpr,
+    HAS_IN0: tl.constexpr, HAS_IN1: tl.constexpr, HAS_STATES: tl.constexpr, KINDS: tl.constexpr, CUT: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Both directions of both states, by W = g (I - A), A symmetric, over spans of `length` frames side by side.
+
+    Before them, KINDS of A's transitions of each span: the product of its W in the order that direction 0 meets them.
+    """
+    row_block, direction = tl.program_id(0), tl.program_id(2) - KINDS
+    edge = tl.program_id(1).to(tl.int64)
+    sequence = edge // spans
+    first = (tl.program_id(1) % spans) * length
+    last = tl.minimum(T, first + length)
+    first_row, last_row, second = rows_of(row_block, R, D, BR)
+    edge = edge * R * D
+    out_ptr = out0_ptr
+    if direction == 1:
+        out_ptr = out1_ptr
+    transition = False
+    if KINDS > 0:
+        transition = direction < 0
+        if transition:
+            last = tl.where(second, first, last)  # no such rows
+            last_row = tl.where(second, 0, last_row)
+            second = direction == -1 if KINDS == 2 else second
+            edge = (tl.program_id(1).to(tl.int64) * KINDS + direction + KINDS) * D * D
+            out_ptr = M_ptr
+            direction = 0
+    scan_rows(
+        first_row, last_row, sequence, edge, first, last, direction, transition,
+        A_ptr + tl.where(second, 1, 0) * A_kind + sequence * A_seq,
+        U_ptr, gate_ptr, in0_ptr, in1_ptr, states0_ptr, states1_ptr, out_ptr,
+        T, A_frame, first_end, period, R, 1, D, D, BD, NB, BR,
+        True, True, ADJOINT, HAS_IN0, HAS_IN1, HAS_STATES, CUT, PRECISION, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def _compose_rows(
+    row_block, sequence, M_ptr, h_ptr, in_ptr, into_ptr, out_ptr,
+    T, spans, length, M_kind, M_span, first_end, period, R,
+    D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr,
+    DOWN: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_IN: tl.constexpr, CUT: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A block of rows of one sequence from span to span, X -> X M + h, or Mᵀ where TRANSPOSED: what enters each."""
+    first_row, last_row, second = rows_of(row_block, R, D, BR)
+    rows = first_row + tl.arange(0, BR)
+    cols = tl.arange(0, BD)
+    tile = rows[:, None] * D + cols[None, :]
+    keep0 = (rows < last_row)[:, None] & (cols < D)[None, :]
+    keep1 = (rows < last_row)[:, None] & (cols + BD < D)[None, :]
+    M_ptr += sequence * spans * M_span + tl.where(second, 1, 0) * M_kind
+    edge = sequence * R * D + tile
+    s0 = tl.load(in_ptr + edge, mask=keep0 & HAS_IN, other=0.0)
+    s1 = s0
+    if NB == 2:
+        s1 = tl.load(in_ptr + edge + BD, mask=keep1 & HAS_IN, other=0.0)
+    for i in tl.range(0, spans, num_stages=STAGES):
+        span = spans - 1 - i if DOWN else i
+        slot = (sequence * spans + span) * R * D + tile
+        tl.store(into_ptr + slot, s0, mask=keep0)
+        h0 = tl.load(h_ptr + slot, mask=keep0, other=0.0)
+        h1 = h0
+        if NB == 2:
+            tl.store(into_ptr + slot + BD, s1, mask=keep1)
+            h1 = tl.load(h_ptr + slot + BD, mask=keep1, other=0.0)
+        k, n = (1, D) if TRANSPOSED else (D, 1)
+        s0, s1 = _times_square(s0, s1, M_ptr + span * M_span, k, n, D, BD, NB, TRANSPOSED, PRECISION)
+        if CUT:
+            # Nothing passes a span that holds a chunk's end; (t + period - 1 - first_end) // period are before t.
+            before = (span * length + period - 1 - first_end) // period
+            after = (tl.minimum(T, (span + 1) * length) + period - 1 - first_end) // period
+            s0 = tl.where(after == before, s0, 0.0)
+            s1 = tl.where(after == before, s1, 0.0)
+        s0 += h0
+        s1 += h1
+    tl.store(out_ptr + edge, s0, mask=keep0)
+    if NB == 2:
+        tl.store(out_ptr + edge + BD, s1, mask=keep1)
+
+
+@triton.jit
+def _compose_kernel(
+    M_ptr, h0_ptr, h1_ptr, in0_ptr, in1_ptr, into0_ptr, into1_ptr, out0_ptr, out1_ptr,
+    T, spans, length, M_kind, M_span, first_end, period, R,
+    D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr, ADJOINT: tl.constexpr,
+    HAS_IN0: tl.constexpr, HAS_IN1: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The states that enter the spans of `_scan_kernel` in both directions, or of `_chains_kernel` in its one."""
+    row_block, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if tl.program_id(2) == 0:
+        _compose_rows(
+            row_block, sequence, M_ptr, h0_ptr, in0_ptr, into0_ptr, out0_ptr,
+            T, spans, length, M_kind, M_span, first_end, period, R, D, BD, NB, BR,
+            ADJOINT, False, HAS_IN0, False, PRECISION, STAGES,
+        )  # fmt: skip
+    else:
+        _compose_rows(
+            row_block, sequence, M_ptr, h1_ptr, in1_ptr, into1_ptr, out1_ptr,
+            T, spans, length, M_kind, M_span, first_end, period, R, D, BD, NB, BR,
+            not ADJOINT, True, HAS_IN1, CUT, PRECISION, STAGES,
+        )  # fmt: skip
+
+
+# --- host functions ---------------------------------------------------------------------------------------------
+
+
+_SCAN_TILES: Tiles = {
+    "tf32": [
+        {"BR": 32, "STAGES": 2, "num_warps": 4},
+        {"BR": 16, "STAGES": 2, "num_warps": 2},
+        {"BR": 16, "STAGES": 1, "num_warps": 4},
+    ],
+    "tf32x3": [
+        {"BR": 64, "STAGES": 1, "num_warps": 8},
+        {"BR": 32, "STAGES": 2, "num_warps": 8},
+        {"BR": 16, "STAGES": 2, "num_warps": 8},
+        {"BR": 16, "STAGES": 1, "num_warps": 8},
+    ],
+}
+
+
+_COMPOSE_TILES: Tiles = {
+    "tf32x3": [
+        {"BR": 16, "STAGES": 2, "num_warps": 8},
+        {"BR": 16, "STAGES": 1, "num_warps": 8},
+    ],
+}
+
+
+class FactoredTransitions(NamedTuple):
+    """W = g (I - A) of every frame, kept as A and g, and U, in the layouts of `steps.py`; the precision of states.
+
+    A is kept in place of W because a state then multiplies only a correction in tensor-core precision:
+    S W = g (S - S A) carries S itself in float32, and the I of W is exact.
+    """
+
+    A: Tensor
+    U: Tensor
+    gate: Tensor
+    precision: str
+
+
+def _chunks(ends: Sequence[bool]) -> tuple[bool, int, int]:
+    """Whether any chunk ends here, the first frame that is the last of its chunk, and the chunks' length."""
+    first = next((t for t, end in enumerate(ends) if end), None)
+    if first is None:
+        return False, 0, 1
+    second = next((t for t in range(first + 1, len(ends)) if ends[t]), None)
+    return True, first, len(ends) if second is None else second - first
+
+
+def packed_rows(S: Tensor | None, z: Tensor | None, rows: int) -> Tensor | None:
+    """States that enter a shard, (B, H, D, D) and (B, H, D), as one (B, H, R, D) of `rows` R; absent is zero."""
+    if S is None and z is None:
+        return None
+    if rows == (S if S is not None else z).shape[-1]:  # type: ignore[union-attr]
+        return None if S is None else S.float().contiguous()
+    D = rows - 1
+    like = S if S is not None else z
+    assert like is not None
+    packed = torch.zeros(*like.shape[:2], rows, D, dtype=torch.float32, device=like.device)
+    if S is not None:
+        packed[..., :D, :] = S
+    if z is not None:
+        packed[..., D, :] = z
+    return packed
+
+
+def split_rows(x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """(..., R, D) as views S (..., D, D) and z (..., D)."""
+    if x is None:
+        return None, None
+    R, D = x.shape[-2:]
+    if R == D:
+        return x, None
+    S, z = x.split((D, 1), -2)
+    return S, z.squeeze(-2)
+
+
+def _gradient_rows(dX: Tensor, dx: Tensor | None) -> Tensor:
+    """dX and dx as one (B, H, T, R, D); where `project_backward` made them, they are views of it."""
+    if dx is None:
+        return dX.contiguous()
+    B, H, T, D, _ = dX.shape
+    if dX.stride(-3) == (D + 1) * D:
+        return dX.as_strided((B, H, T, D + 1, D), dX.stride())
+    return torch.cat([dX, dx.unsqueeze(-2)], -2)
+
+
+@functools.cache
+def best_span(T: int, programs: int, transitions: int, multiprocessors: int) -> int:
+    """The length of the spans that should take a scan of T frames the least time.
+
+    A step takes the same time, its latency, until more than about 2.5 programs share a multiprocessor. One span takes
+    T steps with `programs`. More take three passes: what leaves each span from zero, and its transition, which
+    `transitions` programs more a span find; from span to span, in steps that multiply in float32 and cost about 1.7;
+    and the scan of each span. Two launches more cost about four steps.
+    """
+
+    def load(count: int) -> float:
+        return max(1.0, count / (2.5 * multiprocessors))
+
+    best, least = T, T * load(programs)
+    spans = 2
+    while spans <= T:
+        length = cdiv(T, spans)
+        n = cdiv(T, length)
+        passes = length * (load(n * (programs + transitions)) + load(n * programs)) + 1.7 * n * load(programs) + 4
+        if passes < least:
+            best, least = length, passes
+        spans *= 2
+    return best
+
+
+def span_length(
+    settings: Settings, T: int, BH: int, D: int, more: int, directions: int, kinds: int, device: torch.device
+) -> int:
+    """How many frames a scan takes one after the other; the rest of T runs beside them. See `best_span`."""
+    if settings.spans is not None:
+        return max(cdiv(T, settings.spans), 1)
+    rows = cdiv(D, 32) + cdiv(more, 32)
+    return best_span(T, BH * directions * rows, BH * kinds * cdiv(D, 32), settings.launcher.multiprocessors(device))
+
+
+def compose(
+    settings: Settings, M: Tensor, h: Sequence[Tensor], initial: Sequence[Tensor | None], T: int, length: int,
+    chunks: tuple[bool, int, int], adjoint: bool,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """The states that enter each span, (B, H, spans, R, D) a direction, and what leaves the last, (B, H, R, D).
+
+    M (B, H, spans, kinds, D, D) are the spans' transitions in the order of direction 0, h what leaves them from zero.
+    """
+    B, H, spans, R, D = h[0].shape
+    BD, NB = channel_blocks(D)
+    cut, first, period = chunks
+    into = [torch.empty_like(x) for x in h]
+    out = [x.new_empty(B, H, R, D) for x in h]
+    in0, in1 = (*initial, None)[:2]
+    settings.launcher.launch(
+        _compose_kernel, lambda tile: (cdiv(D, tile["BR"]) + cdiv(R - D, tile["BR"]), B * H, len(h)),
+        (M, h[0], h[-1], M if in0 is None else in0, M if in1 is None else in1, into[0], into[-1], out[0], out[-1]),
+        (T, spans, length, D * D if M.shape[3] > 1 else 0, M.stride(2), first, period, R),
+        {"D": D, "BD": BD, "NB": NB, "ADJOINT": adjoint, "HAS_IN0": in0 is not None, "HAS_IN1": in1 is not None,
+         "CUT": cut, "PRECISION": "tf32x3"}, _COMPOSE_TILES,
+    )  # fmt: skip
+    return into, out
+
+
+def _scan(
+    settings: Settings, tr: FactoredTransitions, U: Tensor, entering: tuple[Tensor | None, Tensor | None],
+    ends: Sequence[bool], *, reverse: bool, adjoint: bool, keep: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+    """Both directions' states (B, H, T, R, D) where kept, and what leaves (B, H, R, D)."""
+    B, H, T, R, D = U.shape
+    both = 2 if reverse else 1
+    if U.numel() == 0:
+        states, out = [U] * both, [U.new_zeros(B, H, R, D) if x is None else x for x in entering[:both]]
+    else:
+        length = span_length(settings, T, B * H, D, R - D, both, tr.A.shape[0], U.device)
+        spans = cdiv(T, length)
+        came: Sequence[Tensor | None] = entering
+        states = [U] * both
+        if spans > 1:
+            _, h, M = _scan_spans(settings, tr, U, (), ends, both, adjoint, length, tr.A.shape[0], keep=False)
+            came, out = compose(settings, M, h, entering, T, length, _chunks(ends), adjoint)
+        if keep or spans == 1:
+            states, edges, _ = _scan_spans(settings, tr, U, came, ends, both, adjoint, length, 0, keep=keep)
+            last = (0, -1) if adjoint else (-1, 0)
+            out = [x[:, :, span] for x, span in zip(edges, last, strict=False)]
+    S, R_ = (*states, None)[:2] if keep else (None, None)
+    return S, R_, out[0], out[1] if reverse else None
+
+
+def _scan_spans(
+    settings: Settings, tr: FactoredTransitions, U: Tensor, entering: Sequence[Tensor | None], ends: Sequence[bool],
+    directions: int, adjoint: bool, length: int, kinds: int, *, keep: bool,
+) -> tuple[list[Tensor], list[Tensor], Tensor]:  # fmt: skip
+    """Spans of `length` frames side by side: the states (B, H, T, R, D) of each direction where kept, what leaves
+    each span (B, H, spans, R, D), and of the first `kinds` of A its transition (B, H, spans, kinds, D, D).
+
+    What enters is one state a span, (B, H, spans, R, D), which for a single span is (B, H, R, D).
+    """
+    A = tr.A
+    B, H, T, R, D = U.shape
+    BD, NB = channel_blocks(D)
+    spans = cdiv(T, length)
+    states = [torch.empty_like(U) if keep else U for _ in range(directions)]
+    out = [U.new_empty(B, H, spans, R, D) for _ in range(directions)]
+    M = U.new_empty(B, H, spans, kinds, D, D)
+    cut, first, period = _chunks(ends)
+    in0, in1 = (*entering, None, None)[:2]
+    settings.launcher.launch(
+        _scan_kernel,
+        lambda tile: (cdiv(D, tile["BR"]) + cdiv(R - D, tile["BR"]), B * H * spans, kinds + directions),
+        (A, U, tr.gate, U if in0 is None else in0, U if in1 is None else in1,
+         *(x for xs in (states or [U], out or [U]) for x in (xs[0], xs[-1])), M),
+        (T, spans, length, A.stride(0) if A.shape[0] > 1 else 0, T * D * D, D * D, first, period, R),
+        {"D": D, "BD": BD, "NB": NB, "ADJOINT": adjoint, "HAS_IN0": in0 is not None, "HAS_IN1": in1 is not None,
+         "HAS_STATES": keep, "KINDS": kinds, "CUT": cut and directions == 2, "PRECISION": tr.precision}, _SCAN_TILES,
+    )  # fmt: skip
+    return states, out, M
+
+
+def shard_transitions(settings: Settings, tr: FactoredTransitions) -> list[Tensor]:
+    """W_first ... W_last of the numerator and of the denominator, (B, H, D, D) each."""
+    kinds, B, H, T, D, _ = tr.A.shape
+    normalize = tr.U.shape[-2] > D
+    eye = torch.eye(D, dtype=torch.float32, device=tr.A.device)
+    if tr.A.numel() == 0:
+        M = eye.expand(B, H, 1, kinds, D, D)
+    else:
+        length = span_length(settings, T, B * H, D, 0, 0, kinds, tr.A.device)
+        M = _scan_spans(settings, tr, tr.U, (), (), 0, False, length, kinds, keep=False)[2]
+        if length < T:  # rows that start at I, with no input, in full float32 whatever torch allows a product
+            rows = eye.repeat(B, H, kinds, 1)
+            nothing = M.new_zeros(M.shape).flatten(3, 4)
+            M = compose(settings, M, [nothing], [rows], T, length, (False, 0, 1), False)[1][0].unflatten(
+                2, (1, kinds, D)
+            )
+    found = [m.contiguous() for m in M[:, :, 0].unbind(2)]
+    return found + found if normalize and kinds == 1 else found
+
+
+def scan_states(
+    settings: Settings, tr: FactoredTransitions, entering: Edges, ends: Sequence[bool], reverse: bool
+) -> tuple[States, Edges]:
+    rows = tr.U.shape[-2]
+    came = packed_rows(entering.S, entering.z, rows), packed_rows(entering.R, entering.y, rows)
+    S, R, S_out, R_out = _scan(settings, tr, tr.U, came, ends, reverse=reverse, adjoint=False, keep=True)
+    kept = States(*split_rows(S), *split_rows(R))  # type: ignore[arg-type]
+    return kept, Edges(*split_rows(S_out), *split_rows(R_out))
+
+
+def scan_states_adjoint(
+    settings: Settings,
+    tr: FactoredTransitions,
+    dX: Tensor,
+    dx: Tensor | None,
+    entering: Edges,
+    ends: Sequence[bool],
+    reverse: bool,
+) -> tuple[States, Edges]:
+    dU = _gradient_rows(dX, dx)
+    came = packed_rows(entering.S, entering.z, dU.shape[-2]), packed_rows(entering.R, entering.y, dU.shape[-2])
+    G, F, G_out, F_out = _scan(settings, tr, dU, came, ends, reverse=reverse, adjoint=True, keep=True)
+    kept = States(*split_rows(G), *split_rows(F))  # type: ignore[arg-type]
+    return kept, Edges(*split_rows(G_out), *split_rows(F_out))
+
+
+def leaving(
+    settings: Settings, tr: FactoredTransitions, entering: Edges, ends: Sequence[bool], reverse: bool
+) -> Edges:
+    rows = tr.U.shape[-2]
+    came = packed_rows(entering.S, entering.z, rows), packed_rows(entering.R, entering.y, rows)
+    _, _, S, R = _scan(settings, tr, tr.U, came, ends, reverse=reverse, adjoint=False, keep=False)
+    return Edges(*split_rows(S), *split_rows(R))
+
+
+def leaving_adjoint(
+    settings: Settings, tr: FactoredTransitions, dX: Tensor, dx: Tensor | None, ends: Sequence[bool], reverse: bool
+) -> Edges:
+    _, _, G, F = _scan(
+        settings, tr, _gradient_rows(dX, dx), (None, None), ends, reverse=reverse, adjoint=True, keep=False
+    )
+    return Edges(*split_rows(G), *split_rows(F))
