@@ -19,8 +19,8 @@ LARGEST = 2**31 - 1
 def shown(value: Any) -> str:
     """A value in an error message: dtype, shape and device of a tensor, else its beginning in one line."""
     if isinstance(value, Tensor):
-        layout = "" if value.layout == torch.strided else f"{value.layout} "
-        return f"a {layout}{value.dtype} tensor {tuple(value.shape)} on {value.device}".replace("torch.", "")
+        layout = "" if value.layout == torch.strided else f" in {value.layout}"
+        return f"a tensor {tuple(value.shape)} of {value.dtype}{layout} on {value.device}".replace("torch.", "")
     text = " ".join(repr(value).split())
     return text if len(text) <= 100 else f"{text[:97]}..."
 
@@ -96,6 +96,7 @@ def tensor(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
+    beside: tuple[str, Tensor] | None = None,
 ) -> None:
     """A dense tensor.
 
@@ -103,7 +104,10 @@ def tensor(
         shape: a size a dimension; a name in place of a size stands for any.
         dtype: the one that is wanted; None: any of `FLOATS`.
         device: the one that is wanted; None: any.
+        beside: name and tensor of the argument that says which; its device is wanted.
     """
+    if beside is not None:
+        device = beside[1].device
     if (
         not isinstance(value, Tensor)
         or value.layout != torch.strided
@@ -112,16 +116,17 @@ def tensor(
         or value.dtype not in (FLOATS if dtype is None else (dtype,))
         or (device is not None and value.device != device)
     ):
-        wanted = f"({', '.join(str(size) for size in shape)}{',' if len(shape) == 1 else ''})"
-        kind = "floating-point" if dtype is None else str(dtype).removeprefix("torch.")
-        where = "" if device is None else f" on {device}"
-        raise ValueError(f"{name} must be a {kind} tensor {wanted}{where}, got {shown(value)}")
+        wanted = f"a tensor ({', '.join(str(size) for size in shape)}{',' if len(shape) == 1 else ''}) of "
+        wanted += "floating point" if dtype is None else str(dtype).removeprefix("torch.")
+        wanted += "" if device is None else f" on {device}"
+        wanted += "" if beside is None else f" to go with {beside[0]} {tuple(beside[1].shape)}"
+        raise ValueError(f"{name} must be {wanted}, got {shown(value)}")
 
 
-def mask(name: str, value: Any, shape: Sequence[int | str], device: torch.device | None = None) -> None:
+def mask(name: str, value: Any, shape: Sequence[int | str], beside: tuple[str, Tensor] | None = None) -> None:
     """A tensor of bool, of integers or floating point, as tokenizers and pipelines give a mask of 1 and 0."""
     dtype = value.dtype if isinstance(value, Tensor) and not value.dtype.is_complex else torch.bool
-    tensor(name, value, shape, dtype=dtype, device=device)
+    tensor(name, value, shape, dtype=dtype, beside=beside)
 
 
 def movable(name: str, value: Tensor, device: torch.device) -> None:
@@ -141,7 +146,10 @@ def suits(name: str, value: Tensor, module: nn.Module) -> None:
     weight = module.weight
     if type(weight) is not nn.Parameter or type(weight.data) is not Tensor or module._forward_pre_hooks:
         return
-    cast = torch.is_autocast_enabled(value.device.type) or weight.dtype not in FLOATS
-    if value.device != weight.device or (value.dtype != weight.dtype and not cast):
-        weights = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}"
-        raise ValueError(f"{name} must be of the weights' dtype and device, {weights}, got {shown(value)}")
+    if value.device == weight.device:
+        if value.dtype == weight.dtype or weight.dtype not in FLOATS:
+            return
+        if value.device.type != "meta" and torch.is_autocast_enabled(value.device.type):
+            return
+    weights = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}"
+    raise ValueError(f"{name} must be of the weights' dtype and device, {weights}, got {shown(value)}")

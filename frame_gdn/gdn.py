@@ -40,10 +40,10 @@ class GDNState:
         checks.tensor("S", self.S, ("B", "H", "D", "D"))
         B, H, D, _ = self.S.shape
         checks.tensor("S", self.S, (B, H, D, D))
-        checks.tensor("z", self.z, (B, H, D), device=self.S.device)
+        checks.tensor("z", self.z, (B, H, D), beside=("S", self.S))
         checks.integer("frames", self.frames, 0)
         if self.conv_tail is not None:
-            checks.tensor("conv_tail", self.conv_tail, (B, "K-1", "S", H * D), device=self.S.device)
+            checks.tensor("conv_tail", self.conv_tail, (B, "K-1", "S", H * D), beside=("S", self.S))
 
     def _map(self, function: Any) -> "GDNState":
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "frames"}
@@ -201,21 +201,22 @@ def active_frames(mask: Tensor | None, frames: int, group: ProcessGroup | None, 
     return per_sample[0] if per_sample else 0
 
 
-def check_rotary(rotary: tuple[Tensor, Tensor], tokens: int, head_dim: int, device: torch.device) -> None:
-    """ValueError unless rotary is (cos, sin), each (tokens, head_dim / 2), for heads of an even size."""
+def check_rotary(rotary: tuple[Tensor, Tensor], tokens: int, head_dim: int, beside: tuple[str, Tensor]) -> None:
+    """ValueError unless rotary is (cos, sin), each (tokens, head_dim / 2), where `beside` is, for heads of an even
+    size."""
     checks.pair("rotary", rotary, "(cos, sin)")
     if head_dim % 2:
         raise ValueError(f"rotary turns pairs of channels: it needs an even head size D, got {head_dim}")
     for name, table in zip(("cos", "sin"), rotary, strict=True):
-        checks.tensor(f"rotary's {name}", table, (tokens, head_dim // 2), device=device)
+        checks.tensor(f"rotary's {name}", table, (tokens, head_dim // 2), beside=beside)
 
 
-def check_state(name: str, state: GDNState, B: int, H: int, D: int, device: torch.device) -> None:
-    """ValueError unless it is a `GDNState` of so many samples, heads and channels a head on that device."""
+def check_state(name: str, state: GDNState, B: int, H: int, D: int, beside: tuple[str, Tensor]) -> None:
+    """ValueError unless it is a `GDNState` of so many samples, heads and channels a head, where `beside` is."""
     if not isinstance(state, GDNState):
         raise ValueError(f"{name} must be None or a GDNState, got {checks.shown(state)}")
-    checks.tensor(f"{name}.S", state.S, (B, H, D, D), device=device)
-    checks.tensor(f"{name}.z", state.z, (B, H, D), device=device)
+    checks.tensor(f"{name}.S", state.S, (B, H, D, D), beside=beside)
+    checks.tensor(f"{name}.z", state.z, (B, H, D), beside=beside)
 
 
 def _check(
@@ -232,20 +233,20 @@ def _check(
 ) -> tuple[int, int, int, int]:
     checks.tensor("q", q, ("B", "N", "H", "D"))
     B, N, H, D = q.shape
-    checks.tensor("decay", decay, (B, "T", H), device=q.device)
+    checks.tensor("decay", decay, (B, "T", H), beside=("q", q))
     T = decay.shape[1]
     if N == 0 or N % T != 0 if T else N != 0:
-        raise ValueError(f"q's N must be a multiple of decay's T, got N {N} and T {T}")
+        raise ValueError(f"q's N must be a multiple of decay's T, got q {(B, N, H, D)} and decay {(B, T, H)}")
     for name, tensor in {"k": k, "v": v, "q_rot": q_rot, "k_rot": k_rot}.items():
         if tensor is not None or name in ("k", "v"):
-            checks.tensor(name, tensor, (B, N, H, D), dtype=q.dtype, device=q.device)
-    checks.tensor("beta", beta, (B, N, H), device=q.device)
+            checks.tensor(name, tensor, (B, N, H, D), dtype=q.dtype, beside=("q", q))
+    checks.tensor("beta", beta, (B, N, H), beside=("q", q))
     if rotary is not None:
-        check_rotary(rotary, N, D, q.device)
+        check_rotary(rotary, N, D, ("q", q))
         if q_rot is not None or k_rot is not None:
             raise ValueError("rotary takes the place of q_rot and k_rot: give one of them")
     if mask is not None:
-        checks.tensor("mask", mask, (B, T), dtype=torch.bool, device=q.device)
+        checks.tensor("mask", mask, (B, T), dtype=torch.bool, beside=("q", q))
     if initial_state is not None:
-        check_state("initial_state", initial_state, B, H, D, q.device)
+        check_state("initial_state", initial_state, B, H, D, ("q", q))
     return B, T, H, D

@@ -291,17 +291,17 @@ class BidirectionalGDN(FrameSharded):
         checks.integer("num_frames", num_frames, 0)
         B, N, C = x.shape
         if N == 0 or N % num_frames != 0 if num_frames else N != 0:
-            raise ValueError(f"x's N must be a multiple of num_frames, got N {N} and num_frames {num_frames}")
+            raise ValueError(f"x's N must be a multiple of num_frames, got x {(B, N, C)} and num_frames {num_frames}")
         S = N // num_frames if num_frames else 1
         if rotary is not None:
-            check_rotary(rotary, N, self.head_dim, x.device)
+            check_rotary(rotary, N, self.head_dim, ("x", x))
         if mask is not None:
-            checks.tensor("mask", mask, (B, num_frames), dtype=torch.bool, device=x.device)
+            checks.tensor("mask", mask, (B, num_frames), dtype=torch.bool, beside=("x", x))
         if state is not None:
-            check_state("state", state, B, self.num_heads, self.head_dim, x.device)
+            check_state("state", state, B, self.num_heads, self.head_dim, ("x", x))
             if state.conv_tail is not None and num_frames:
                 tail = (B, max(self.conv_kernel_size - 1, 0), S, C)
-                checks.tensor("state.conv_tail", state.conv_tail, tail, device=x.device)
+                checks.tensor("state.conv_tail", state.conv_tail, tail, beside=("x", x))
             if state.conv_tail is None and state.frames and self.conv_kernel_size > 1:
                 raise ValueError(
                     f"state has consumed {state.frames} frames but has no conv_tail, which the short convolution of "

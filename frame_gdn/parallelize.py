@@ -36,8 +36,8 @@ def parallelize(model: Model, mesh_or_group: DeviceMesh | ProcessGroup | None) -
     sites = [module for module in model.modules() if isinstance(module, FrameSharded)]
     if not sites:
         raise ValueError(
-            f"{type(model).__name__} has no module that looks across frames and knows of groups (FrameSharded): "
-            "nothing to parallelize"
+            f"model: {type(model).__name__} has no module that looks across frames and knows of groups "
+            "(FrameSharded): nothing to parallelize"
         )
     for site in sites:
         site.group = group

@@ -51,7 +51,10 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
             raise ValueError(f"transformer must be a model of diffusers' kind, got {checks.shown(transformer)}")
         config: Any = transformer.config
         if not config.get("chunk_frames"):
-            raise ValueError("a rollout needs a chunk-causal model: the transformer's config.chunk_frames is not set")
+            raise ValueError(
+                f"a rollout needs a chunk-causal model: the transformer's config.chunk_frames is not set "
+                f"in this {type(transformer).__name__}"
+            )
         if not is_flow_matching(scheduler):
             raise ValueError(
                 f"scheduler must be a flow-matching one such as FlowMatchEulerDiscreteScheduler, "
@@ -109,14 +112,14 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
         batch, _, frames, height, width = first_frames.shape
         if frames == 0 or frames % config.chunk_frames:
             raise ValueError(
-                f"first_frames must be (B, C, T, h, w) with T a multiple of chunk_frames {config.chunk_frames}, "
-                f"got {tuple(first_frames.shape)}"
+                f"first_frames must be (B, C, T, h, w) with T a multiple of chunk_frames {config.chunk_frames}, got "
+                f"{checks.shown(first_frames)}"
             )
         checks.movable("first_frames", first_frames, device)
         patch_size = config.get("patch_size")
         if isinstance(patch_size, int) and (height % patch_size or width % patch_size):
             raise ValueError(
-                f"first_frames' h and w must be multiples of patch_size {patch_size}, got {height}x{width}"
+                f"first_frames' h and w must be multiples of patch_size {patch_size}, got {checks.shown(first_frames)}"
             )
         checks.integer("num_chunks", num_chunks, 1, optional=True)
         checks.integer("num_inference_steps", num_inference_steps, 1, self.scheduler.config.num_train_timesteps)
@@ -139,7 +142,7 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
         if embeds is not None:
             checks.tensor("prompt_embeds", embeds, (batch, "L", width))
             if mask is not None:
-                checks.mask("prompt_attention_mask", mask, embeds.shape[:2])
+                checks.mask("prompt_attention_mask", mask, embeds.shape[:2], ("prompt_embeds", embeds))
                 checks.movable("prompt_attention_mask", mask, device)
                 mask = mask.to(device)
             checks.movable("prompt_embeds", embeds, device)

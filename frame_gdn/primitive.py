@@ -133,9 +133,9 @@ def _check(
     BH, T, D, _ = W_kv.shape
     shapes = {"W_kv": (W_kv, (BH, T, D, D)), "U_kv": (U_kv, (BH, T, D, D)), "W_z": (W_z, (BH, T, D, D))}
     for name, (tensor, shape) in {**shapes, "U_z": (U_z, (BH, T, D))}.items():
-        checks.tensor(name, tensor, shape, dtype=W_kv.dtype, device=W_kv.device)
+        checks.tensor(name, tensor, shape, dtype=W_kv.dtype, beside=("W_kv", W_kv))
     if initial_state is not None:
         checks.pair("initial_state", initial_state, "(S, z)")
-        checks.tensor("initial_state's S", initial_state[0], (BH, D, D), device=W_kv.device)
-        checks.tensor("initial_state's z", initial_state[1], (BH, D), device=W_kv.device)
+        checks.tensor("initial_state's S", initial_state[0], (BH, D, D), beside=("W_kv", W_kv))
+        checks.tensor("initial_state's z", initial_state[1], (BH, D), beside=("W_kv", W_kv))
     return BH, T, D

@@ -566,7 +566,7 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         hidden_size = num_attention_heads * attention_head_dim
         checks.number("ffn_expand_ratio", ffn_expand_ratio, 1 / hidden_size)  # one channel at least
         if attention_head_dim % 2:
-            raise ValueError(f"attention_head_dim must be even, for rotary positions turn pairs: {attention_head_dim}")
+            raise ValueError(f"attention_head_dim must be even for the rotary positions, got {attention_head_dim}")
         patch = (1, patch_size, patch_size)
         self.patch_embedding = PatchEmbedding(in_channels, hidden_size, kernel_size=patch, stride=patch)
         self.time_embedding = TimestepEmbedding(256, hidden_size)
@@ -750,29 +750,32 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         checks.tensor("hidden_states", hidden_states, ("B", config.in_channels, "T", "h", "w"))
         checks.suits("hidden_states", hidden_states, self.patch_embedding)
         batch, _, num_frames, height, width = hidden_states.shape
-        device = hidden_states.device
+        beside = "hidden_states", hidden_states
         if height % config.patch_size or width % config.patch_size:
-            raise ValueError(f"h and w must be multiples of patch_size {config.patch_size}, got {height}x{width}")
+            raise ValueError(
+                f"hidden_states' h and w must be multiples of patch_size {config.patch_size}, got {height}x{width} in "
+                f"{checks.shown(hidden_states)}"
+            )
         if not isinstance(timestep, Tensor) or tuple(timestep.shape) not in ((batch,), (batch, num_frames)):
             raise ValueError(
                 f"timestep must be a tensor (B,) or (B, T) with B {batch}, T {num_frames}, "
-                f"got {checks.shown(timestep)}"
+                f"got {checks.shown(timestep)} beside hidden_states {tuple(hidden_states.shape)}"
             )
         dtype = timestep.dtype if timestep.dtype in (torch.int32, torch.int64) else None
-        checks.tensor("timestep", timestep, timestep.shape, dtype=dtype, device=device)
+        checks.tensor("timestep", timestep, timestep.shape, dtype=dtype, beside=beside)
         if (text is None) != (config.cross_attention_dim is None):
             raise ValueError(
                 f"encoder_hidden_states is {None if text is None else checks.shown(text)}, but the model's "
                 f"cross_attention_dim is {config.cross_attention_dim}: both or neither"
             )
         if text is not None:
-            checks.tensor("encoder_hidden_states", text, (batch, "L", config.cross_attention_dim), device=device)
+            checks.tensor("encoder_hidden_states", text, (batch, "L", config.cross_attention_dim), beside=beside)
         if text_mask is not None:
             if text is None:
                 raise ValueError("encoder_attention_mask is for encoder_hidden_states, which are not given")
-            checks.mask("encoder_attention_mask", text_mask, text.shape[:2], device)
+            checks.mask("encoder_attention_mask", text_mask, text.shape[:2], ("encoder_hidden_states", text))
         if frame_mask is not None:
-            checks.tensor("frame_mask", frame_mask, (batch, num_frames), dtype=torch.bool, device=device)
+            checks.tensor("frame_mask", frame_mask, (batch, num_frames), dtype=torch.bool, beside=beside)
 
     def _check_state(self, state: VideoDiTState, hidden_states: Tensor, chunk_frames: int | None) -> None:
         if not isinstance(state, VideoDiTState):
@@ -788,21 +791,21 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         batch, _, _, height, width = hidden_states.shape
         tokens = (height // self.config.patch_size) * (width // self.config.patch_size)
         heads, head_dim = self.config.num_attention_heads, self.config.attention_head_dim
-        channels, device = heads * head_dim, hidden_states.device
+        channels, beside = heads * head_dim, ("hidden_states", hidden_states)
         for index, (block, block_state) in enumerate(zip(self.blocks, state.blocks, strict=True)):
             name = f"state.blocks[{index}]"
-            checks.tensor(f"{name}.conv_tail", block_state.conv_tail, (batch, 1, tokens, channels), device=device)
+            checks.tensor(f"{name}.conv_tail", block_state.conv_tail, (batch, 1, tokens, channels), beside=beside)
             attn = block_state.attn
             if isinstance(block.attn, SoftmaxAttention):
                 if not isinstance(attn, SoftmaxState):
                     raise ValueError(f"{name}.attn must be a SoftmaxState, as the model's block, got {type(attn)}")
                 kv = (batch, state.frames, tokens, 2, heads, head_dim)
-                checks.tensor(f"{name}.attn.kv", attn.kv, kv, device=device)
+                checks.tensor(f"{name}.attn.kv", attn.kv, kv, beside=beside)
                 continue
-            check_state(f"{name}.attn", attn, batch, heads, head_dim, device)
+            check_state(f"{name}.attn", attn, batch, heads, head_dim, beside)
             if self.config.conv_kernel_size:
                 tail = (batch, self.config.conv_kernel_size - 1, tokens, channels)
-                checks.tensor(f"{name}.attn.conv_tail", attn.conv_tail, tail, device=device)
+                checks.tensor(f"{name}.attn.conv_tail", attn.conv_tail, tail, beside=beside)
 
 
 def count_active(clip_mask: Tensor) -> int:

@@ -171,10 +171,10 @@ def state(conv_tail: torch.Tensor) -> GDNState:
 
 BAD = {
     "x must be": lambda layer, x: layer(x[0], T),
-    r"x must be a floating-point tensor \(B, N, 48\)": lambda layer, x: layer(x[..., :-1], T),
+    r"x must be a tensor \(B, N, 48\)": lambda layer, x: layer(x[..., :-1], T),
     "multiple of num_frames": lambda layer, x: layer(x, 4),
     "rotary's cos must be": lambda layer, x: layer(x, T, rotary=(x[0, :, :3], x[0, :, :3])),
-    "mask must be a bool": lambda layer, x: layer(x, T, mask=torch.ones(B, T)),
+    r"mask must be a tensor \(2, 5\) of bool": lambda layer, x: layer(x, T, mask=torch.ones(B, T)),
     "conv_tail must be": lambda layer, x: layer(x, T, state=state(x[:, None])),
     "chunk_frames must be": lambda layer, x: layer(x, T, chunk_frames=-1),
     "None or an int from 1, got 0": lambda layer, x: layer(x, T, chunk_frames=0),
