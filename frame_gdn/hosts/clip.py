@@ -111,6 +111,15 @@ class ClipRotary(Swapped):
         return Clip(span.counts, start, frames, span.chunk_frames, cos, sin)
 
 
+def as_values(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values in one dtype, that of the values, as the scan and softmax want them.
+
+    Values leave a linear layer in the dtype that is computed in: autocast's, or the weights'. A norm in float32 leaves
+    queries and keys in float32; rounding them too keeps the error that of the host (tests/hosts/test_autocast.py).
+    """
+    return q.to(v.dtype), k.to(v.dtype), v
+
+
 def attend(
     q: Tensor,
     k: Tensor,

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from diffusers.configuration_utils import FrozenDict
+from diffusers.models.modeling_utils import get_parameter_dtype
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
@@ -17,7 +18,7 @@ from .. import functional
 from ..gdn import bidirectional_gdn
 from ..kernels.types import accumulation_dtype
 from . import SwapOptions, Swapped, refuse_hooks
-from .clip import Clip
+from .clip import Clip, as_values
 
 #: What a frame forgets of the state at the start, 1 - g: so little that a clip's first and last frame weigh the same.
 START_FORGETTING = 1e-4
@@ -66,23 +67,25 @@ class GatedAttention(Swapped):
         if self.has_gates:
             return
         refuse_hooks(self, "swap")
-        norm: Tensor = self.norm_k.weight  # of the dtype that is computed in, whatever the projections are stored as
+        norm: Tensor = self.norm_k.weight
         device = torch.device("cpu") if norm.is_meta else norm.device
+        dtype = get_parameter_dtype(self.to_v)  # as the projections compute, which norms in float32 say nothing about
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            dtype = norm.dtype  # the projections are stored as what they do not compute in
         for name in ("beta_proj", "gate_proj"):
-            linear = skip_init(nn.Linear, self.to_q.in_features, self.heads, device=device, dtype=norm.dtype)
+            linear = skip_init(nn.Linear, self.to_q.in_features, self.heads, device=device, dtype=dtype)
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
             setattr(self, name, linear)
-        wide = accumulation_dtype(norm.dtype)
+        wide = accumulation_dtype(dtype)
         dt_bias = math.log(math.expm1(-math.log1p(-START_FORGETTING)))  # g = exp(-softplus(dt_bias))
         for name, value in (("A_log", 0.0), ("dt_bias", dt_bias)):
             self._parameters[name] = nn.Parameter(torch.full((self.heads,), value, device=device, dtype=wide))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k after norm, and v, each (B, N, H, D)."""
-        v = self.to_v(x)
-        q, k = self.norm_q(self.to_q(x)), self.norm_k(self.to_k(x))
-        q, k, v = (t.to(v.dtype).unflatten(-1, (self.heads, -1)) for t in (q, k, v))
+        """q, k after norm, and v, each (B, N, H, D), as their modules leave them."""
+        q, k, v = self.norm_q(self.to_q(x)), self.norm_k(self.to_k(x)), self.to_v(x)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in (q, k, v))
         return q, k, v
 
     def gdn(self, x: Tensor, clip: Clip) -> Tensor:
@@ -90,7 +93,7 @@ class GatedAttention(Swapped):
         q, k, v = self.project(x)
         frames = x.unflatten(1, (clip.frames, -1))
         key_scale = self.start_scale * (k.shape[-1] * frames.shape[2]) ** -0.5
-        q, k = F.relu(q), F.relu(k) * key_scale
+        q, k, v = as_values(F.relu(q), F.relu(k) * key_scale, v)
         decay = functional.decay(self.gate_proj(frames.mean(2)), self.A_log, self.dt_bias)
         out, _ = bidirectional_gdn(
             q, k, v, self.beta_proj(x).sigmoid(), decay,

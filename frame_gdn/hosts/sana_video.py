@@ -89,10 +89,11 @@ class Attention(GatedAttention, _Attention):
         wide = accumulation_dtype(v.dtype)
         q_rot, k_rot = (functional.rotary(t, *rotary, backend=self.backend).to(wide) for t in (q, k))
         q, k = q.to(wide), k.to(wide)
-        own = torch.einsum("bnhd,bnhe->bhde", v.to(wide), k_rot), k.sum(1).unsqueeze(2)
-        sums = parallel.gather_frames(torch.cat(own, 2)[:, None], self.group, [1] * len(clip.counts)).sum(1)
-        out = torch.einsum("bhde,bnhe->bnhd", sums[:, :, :-1], q_rot)
-        out = out / (torch.einsum("bhe,bnhe->bnh", sums[:, :, -1], q) + 1e-15).unsqueeze(-1)
+        with torch.autocast(x.device.type, enabled=False):  # sums over the whole clip stay wide
+            own = torch.einsum("bnhd,bnhe->bhde", v.to(wide), k_rot), k.sum(1).unsqueeze(2)
+            sums = parallel.gather_frames(torch.cat(own, 2)[:, None], self.group, [1] * len(clip.counts)).sum(1)
+            out = torch.einsum("bhde,bnhe->bnhd", sums[:, :, :-1], q_rot)
+            out = out / (torch.einsum("bhe,bnhe->bnh", sums[:, :, -1], q) + 1e-15).unsqueeze(-1)
         return out.to(x.dtype).flatten(2)
 
 

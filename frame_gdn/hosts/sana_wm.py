@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import functional, parallel
 from ..gdn import bidirectional_gdn
 from . import SwapOptions, Swapped, adopt
-from .clip import attend
+from .clip import as_values, attend
 from .rays import into_rays, out_of_rays
 from .sana_clip import Clip, clip_of
 from .sana_ffn import GLUMBConvTemp, SanaWMConvLayer, convolutions
@@ -92,13 +92,16 @@ class RMSNorm(Swapped, host.RMSNorm):
     def forward(self, hidden_states: Tensor, relu: bool = False, scale: float = 1.0) -> Tensor:
         """(..., C) -> (..., C); with relu through a ReLU and times `scale`."""
         weight: Tensor | None = self.weight
-        alike = weight is not None and weight.dtype == hidden_states.dtype and self.bias is None
-        if relu and alike and weight is not None and functional.fused(hidden_states, self.backend):
-            return functional.rms_norm_relu(hidden_states, weight, self.eps, scale, self.backend)
-        if alike and hidden_states.dtype in (torch.bfloat16, torch.float16):
-            out = F.rms_norm(hidden_states, self.dim, weight, self.eps)
-        else:
-            out = super().forward(hidden_states)
+        half = hidden_states.dtype in (torch.bfloat16, torch.float16)
+        if weight is not None and self.bias is None:
+            alike = weight.dtype == hidden_states.dtype
+            # Under autocast tokens are half and the weight is not: what follows takes them half, as the kernel makes.
+            if relu and (alike or half) and functional.fused(hidden_states, self.backend):
+                return functional.rms_norm_relu(hidden_states, weight, self.eps, scale, self.backend)
+            if alike and half:
+                out = F.rms_norm(hidden_states, self.dim, weight, self.eps)
+                return F.relu(out) * scale if relu else out
+        out = super().forward(hidden_states)
         return F.relu(out) * scale if relu else out
 
 
@@ -203,7 +206,7 @@ class BidirectionalGDNUCPESinglePathLiteLA(_Attention, host.BidirectionalGDNUCPE
         return out
 
     def _main(self, qkv: Sequence[Tensor], gates: Any, rotary_emb: Tensor | None, clip: Clip) -> Tensor:
-        q, k, v = qkv
+        q, k, v = as_values(*qkv)
         rotation: dict[str, Any] = {}
         if rotary_emb is not None and rotary_emb.numel() == rotary_emb.shape[-1] * q.shape[1]:
             table = rotary_emb.reshape(q.shape[1], -1)
@@ -218,9 +221,8 @@ class BidirectionalGDNUCPESinglePathLiteLA(_Attention, host.BidirectionalGDNUCPE
         return out.flatten(2)
 
     def _camera(self, qkv: Sequence[Tensor], gates: Any, rays: Sequence[Any], clip: Clip) -> Tensor:
-        q, k, v = qkv
         beta, decay = gates
-        q_ray, k_ray, v_ray, inflation = into_rays((q, k, v), rays, self.backend)
+        q_ray, k_ray, v_ray, inflation = into_rays(as_values(*qkv), rays, self.backend)
         inflation = inflation.unflatten(1, (clip.frames, -1)).mean(2, keepdim=True)
         beta = (beta.unflatten(1, (clip.frames, -1)) / inflation.clamp_min(1.0)).flatten(1, 2)
         out, _ = bidirectional_gdn(
@@ -246,7 +248,7 @@ class _SoftmaxUCPESinglePathLiteLA(_Attention, host._SoftmaxUCPESinglePathLiteLA
         q, k, v = qkv
         if rotary_emb is not None:
             q, k = (rotate(t, rotary_emb, self.backend) for t in (q, k))
-        dtype = HALF if q.dtype == torch.float32 else q.dtype
+        dtype = HALF if q.dtype == torch.float32 else v.dtype
         q, k, v = (clip.select(t.flatten(2)).view(t.shape).to(dtype) for t in (q, k, v))
         return attend(q, k, v, clip, self.group).flatten(2).to(qkv[2].dtype)
 

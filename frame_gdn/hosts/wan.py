@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from . import SwapOptions, Swapped, adopt
-from .clip import Clip, ClipRotary, attend
+from .clip import Clip, ClipRotary, as_values, attend
 from .gates import GatedAttention, GatedModel, open_gates, swapping_init
 
 START_SCALE = 1.0
@@ -66,7 +66,7 @@ class WanAttention(GatedAttention, host.WanAttention):
         elif clip.is_plain:
             return super().forward(hidden_states, None, None, clip.tables(hidden_states.device))
         else:
-            q, k, v = self.project(hidden_states)
+            q, k, v = as_values(*self.project(hidden_states))
             rotary = clip.pairs(hidden_states.device)
             q, k = (functional.rotary(t, *rotary, backend=self.backend) for t in (q, k))
             out = attend(q, k, v, clip, self.group, backend=self.processor._attention_backend).flatten(2)
