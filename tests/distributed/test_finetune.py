@@ -111,6 +111,25 @@ def test_every_host_trains_the_same_over_frame_shards(inputs: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_every_host_trains_in_mixed_precision(inputs: Path, tmp_path: Path, world_size: int) -> None:
+    """The losses are those of float32 but for the rounding, and the weights stay float32."""
+    shared = {"weight_dtype": "float32", "learning_rate": 1e-3, "cp_size": world_size}
+    configs = [
+        options(inputs, tmp_path / f"{host}-{precision}", host, mixed_precision=precision, **shared)
+        for host in HOSTS
+        for precision in ("no", "bf16")
+    ]
+    run_ranks(world_size, run_training, configs, timeout_s=200)
+    for host in HOSTS:
+        exact, _ = losses_and_weights(tmp_path / f"{host}-no")
+        losses, weights = losses_and_weights(tmp_path / f"{host}-bf16")
+        assert not torch.equal(losses, exact)
+        torch.testing.assert_close(losses, exact, rtol=0.02, atol=0)
+        assert {weight.dtype for weight in weights.values()} == {torch.float32}
+
+
+@pytest.mark.slow
 def test_the_folder_loads_and_a_resumed_run_is_the_uninterrupted_one(inputs: Path, tmp_path: Path) -> None:
     shared = {"weight_dtype": "float32", "swap": {"chunk_frames": 2}, "checkpointing_steps": 2}
     whole = options(inputs, tmp_path / "whole", **shared)

@@ -178,13 +178,12 @@ def test_the_kernels_under_autocast_are_as_exact_as_stock(host: str, autocast: s
         pytest.skip("the stock model does not run so")
 
 
-@pytest.mark.parametrize("host", HOSTS)
-def test_the_kernels_run_under_autocast_and_stay_near_float32(host: str) -> None:
+@pytest.mark.parametrize("host", ["sana_wm camera", "sana_video"])
+def test_the_kernels_under_autocast_stay_next_to_the_plain_backend(host: str) -> None:
     pytest.importorskip("triton")
     model, inputs = swapped_model(host, 0, "triton").train(), inputs_of(host, 0, frames=1)
     sample, gradient = run(model, inputs, "bf16")
-    swap(model, backend="torch")
-    expected, expected_gradient = run(model, inputs, "bf16")
+    expected, expected_gradient = run(swap(model, backend="torch"), inputs, "bf16")
     assert relative_error(sample, expected) <= 0.01
     assert relative_error(gradient, expected_gradient) <= 0.03
 
@@ -201,35 +200,40 @@ def test_new_gates_compute_in_the_projections_dtype_whatever_the_norms_are_in(ho
     assert attention.to_v.weight.dtype == torch.bfloat16 and attention.beta_proj.weight.dtype == torch.float32
 
 
+class Layer(nn.Module):
+    """A `BidirectionalGDN` as it stands in a block, called as a model is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = fill_randomly(BidirectionalGDN(24, 2))
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        table = torch.linspace(-1, 1, 4 * 6).view(4, 6)
+        return VideoDiTOutput(self.layer(hidden_states, 2, rotary=(table.cos(), table.sin()))[0])
+
+
 @pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ["layer", "VideoDiT"])
 def test_layer_and_video_dit_run_in_every_mixture(kind: str, backend: str, weights: str) -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = fill_randomly(BidirectionalGDN(24, 2, backend=backend))
-
-        def forward(self, x: Tensor) -> Any:
-            table = torch.linspace(-1, 1, 4 * 6).view(4, 6)
-            return VideoDiTOutput(self.layer(x, 2, rotary=(table.cos(), table.sin()))[0])
-
+    if backend == "triton":
+        pytest.importorskip("triton")
     if kind == "layer":
         model: nn.Module = Layer()
-        inputs = {"x": torch.randn(1, 4, 24)}
+        inputs = {"hidden_states": torch.randn(1, 4, 24)}
     else:
         model = video_dit.tiny_model(torch.float32, num_layers=2)
         inputs = video_dit.tiny_inputs(1, torch.float32, batch=1)
-        for module in model.modules():
-            if isinstance(module, BidirectionalGDN):
-                module.backend = backend
+    for module in model.modules():
+        if hasattr(module, "backend"):
+            module.backend = backend
     exact = run(model, inputs, "none")
     cast_weights(model, weights)
     for autocast in ("none", "bf16", "fp16"):
-        cast = inputs
-        if autocast == "none" and kind == "layer" and weights != "float32":
-            cast = {"x": inputs["x"].to(DTYPES[weights[-4:]])}
-        coarse = "bf16" in (weights[-4:], autocast)
+        cast = dict(inputs)
+        if autocast == "none" and weights != "float32":
+            cast["hidden_states"] = inputs["hidden_states"].to(DTYPES[weights[-4:]])
         found = run(model, cast, autocast)
+        coarse = "bf16" in (weights[-4:], autocast)
         for ours, expected in zip(found, exact, strict=True):
             assert relative_error(ours, expected) <= (0.05 if coarse else 0.005)
