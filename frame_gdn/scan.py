@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from . import parallel
 from .kernels.plain import states_before
+from .kernels.products import exact_matmul
 from .kernels.types import Backend, BuiltTransitions, Edges, Inputs, States, accumulation_dtype
 
 
@@ -271,7 +272,7 @@ class _FrameScan(torch.autograd.Function):
                 )
                 arriving = list(came.rightward if options.reverse else came.leftward)
             G, leaving = steps.scans_adjoint(A, dX, arriving)
-            dA = [states_before(x, e, dim=1).mT @ g for x, e, g in zip(X, entering, G, strict=True)]
+            dA = [exact_matmul(states_before(x, e, dim=1).mT, g) for x, e, g in zip(X, entering, G, strict=True)]
         first = size - 1 if options.reverse else 0
         dinitial = [
             None if not needed else d if rank == first else torch.zeros_like(d)

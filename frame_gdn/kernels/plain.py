@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .products import exact_matmul
 from .types import Edges, Inputs, States, Transitions, accumulation_dtype
 
 # --- tokens and transitions -------------------------------------------------------------------------------------
@@ -42,14 +43,14 @@ def transitions(x: Inputs, normalize: bool) -> Transitions:
     k_rot = k if x.k_rot is None else _frames(x.k_rot, x.decay, x.mask)
     eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
     written = k_rot * beta
-    W = decay * (eye - written.mT @ k_rot)
-    U = v.mT @ written
+    W = decay * (eye - exact_matmul(written.mT, k_rot))
+    U = exact_matmul(v.mT, written)
     if not normalize:
         return Transitions(W, U, None, None)
     if x.k_rot is None:
         return Transitions(W, U, W, written.sum(-2))
     written = k * beta
-    return Transitions(W, U, decay * (eye - written.mT @ k), written.sum(-2))
+    return Transitions(W, U, decay * (eye - exact_matmul(written.mT, k)), written.sum(-2))
 
 
 def transitions_backward(
@@ -65,16 +66,16 @@ def transitions_backward(
     k_rot = k if x.k_rot is None else _frames(x.k_rot, x.decay, x.mask)
 
     G, F = adjoint.S, adjoint.R
-    dW = states_before(states.S, entering.S).mT @ G
+    dW = exact_matmul(states_before(states.S, entering.S).mT, G)
     dU = G
     if F is not None and states.R is not None:
-        dW = dW + states.R.mT @ F
+        dW = dW + exact_matmul(states.R.mT, F)
         dU = dU + F
-    k_dW = k_rot @ (dW + dW.mT)  # each token's row: (dW + dWᵀ) k~
-    k_dU = k_rot @ dU.mT  # each token's row: dU k~
+    k_dW = exact_matmul(k_rot, dW + dW.mT)  # each token's row: (dW + dWᵀ) k~
+    k_dU = exact_matmul(k_rot, dU.mT)  # each token's row: dU k~
     quadratic = (k_dW * k_rot).sum(-1, keepdim=True) / 2  # k~ᵀ dW k~
     dv = k_dU * beta
-    dk_rot = (v @ dU - decay * k_dW) * beta
+    dk_rot = (exact_matmul(v, dU) - decay * k_dW) * beta
     dbeta = (v * k_dU).sum(-1, keepdim=True) - decay * quadratic
     ddecay = dW.diagonal(dim1=-2, dim2=-1).sum(-1) - (beta * quadratic).sum((-2, -1))
 
@@ -84,7 +85,7 @@ def transitions_backward(
         if state is None or adj is None:
             continue
         state, adj = state.unsqueeze(-2), adj.unsqueeze(-2)  # (B, H, T, 1, D)
-        k_state, k_adj = k @ state.mT, k @ adj.mT
+        k_state, k_adj = exact_matmul(k, state.mT), exact_matmul(k, adj.mT)
         dk = dk + beta * (adj - decay * (adj * k_state + state * k_adj))
         dbeta = dbeta + k_adj - decay * k_state * k_adj
         ddecay = ddecay + ((state * adj).sum((-2, -1)) - (beta * k_state * k_adj).sum((-2, -1)))
@@ -118,7 +119,7 @@ def scan(A: Tensor, B: Tensor, initial: Tensor | None) -> Tensor:
     """X_t = X_{t-1} A_t + B_t: A (..., T, D, D), B (..., T, R, D), initial (..., R, D) -> every X (..., T, R, D)."""
     out, state = torch.empty_like(B), initial
     for t in range(A.shape[-3]):
-        state = B[..., t, :, :] if state is None else B[..., t, :, :] + state @ A[..., t, :, :]
+        state = B[..., t, :, :] if state is None else B[..., t, :, :] + exact_matmul(state, A[..., t, :, :])
         out[..., t, :, :] = state
     return out
 
@@ -134,7 +135,7 @@ def scan_adjoint(A: Tensor, dX: Tensor, entering: Tensor | None) -> tuple[Tensor
     for t in reversed(range(A.shape[-3])):
         state = dX[..., t, :, :] + carry
         out[..., t, :, :] = state
-        carry = state @ A[..., t, :, :].mT
+        carry = exact_matmul(state, A[..., t, :, :].mT)
     return out, carry
 
 
@@ -146,7 +147,7 @@ def _reverse(A: Tensor, B: Tensor, entering: Tensor | None, ends: Sequence[bool]
         if ends[t]:
             state = torch.zeros_like(state)
         out[..., t, :, :] = state
-        state = state @ A[..., t, :, :] + B[..., t, :, :]
+        state = exact_matmul(state, A[..., t, :, :]) + B[..., t, :, :]
     return out, state
 
 
@@ -156,7 +157,7 @@ def _reverse_adjoint(A: Tensor, dX: Tensor, entering: Tensor | None, ends: Seque
     state = torch.zeros_like(dX[..., :1, :, :].sum(-3)) if entering is None else entering
     for t in range(A.shape[-3]):
         out[..., t, :, :] = state
-        state = torch.zeros_like(state) if ends[t] else state @ A[..., t, :, :] + dX[..., t, :, :]
+        state = torch.zeros_like(state) if ends[t] else exact_matmul(state, A[..., t, :, :]) + dX[..., t, :, :]
     return out, state
 
 
@@ -244,7 +245,7 @@ def product(A: Tensor) -> Tensor:
         return eye.expand(*A.shape[:-3], *eye.shape).contiguous()
     while A.shape[-3] > 1:
         even = A.shape[-3] // 2 * 2
-        pairs = A[..., 0:even:2, :, :] @ A[..., 1:even:2, :, :]
+        pairs = exact_matmul(A[..., 0:even:2, :, :], A[..., 1:even:2, :, :])
         A = torch.cat([pairs, A[..., even:, :, :]], -3)
     return A.squeeze(-3)
 
@@ -267,9 +268,9 @@ def project(x: Inputs, states: States, eps: float) -> Tensor:
     """num / (den + eps) with num = X Q~ and den = xᵀ Q, or num alone: (B, N, H, D)."""
     X, den_state = _met(states)
     q = _frames(x.q, x.decay, x.mask)
-    out = (q if x.q_rot is None else _frames(x.q_rot, x.decay, x.mask)) @ X.mT
+    out = exact_matmul(q if x.q_rot is None else _frames(x.q_rot, x.decay, x.mask), X.mT)
     if den_state is not None:
-        out = out / (q @ den_state.unsqueeze(-1) + eps)
+        out = out / (exact_matmul(q, den_state.unsqueeze(-1)) + eps)
     if x.mask is not None:
         out = torch.where(x.mask[:, None, :, None, None], out, 0.0)
     return _tokens(out, x.q)
@@ -285,15 +286,15 @@ def project_backward(
     q_rot = q if x.q_rot is None else _frames(x.q_rot, x.decay, x.mask)
     dx = dq = None
     if den_state is not None:
-        den = q @ den_state.unsqueeze(-1) + eps
+        den = exact_matmul(q, den_state.unsqueeze(-1)) + eps
         dnum = dnum / den
         if x.mask is not None:
             dnum = torch.where(x.mask[:, None, :, None, None], dnum, 0.0)
-        dden = -(dnum * (q_rot @ X.mT)).sum(-1, keepdim=True) / den
+        dden = -(dnum * exact_matmul(q_rot, X.mT)).sum(-1, keepdim=True) / den
         dx = (q * dden).sum(-2)
         dq = dden * den_state.unsqueeze(-2)
-    dX = dnum.mT @ q_rot
-    dq_rot = dnum @ X
+    dX = exact_matmul(dnum.mT, q_rot)
+    dq_rot = exact_matmul(dnum, X)
     if x.q_rot is None:
         return _tokens(dq_rot if dq is None else dq + dq_rot, x.q), None, dX, dx
     return _tokens(torch.zeros_like(q) if dq is None else dq, x.q), _tokens(dq_rot, x.q_rot), dX, dx
