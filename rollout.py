@@ -18,6 +18,7 @@ from torch import Tensor
 
 from frame_gdn.pipeline import FrameGDNRolloutPipeline
 from models import VideoDiT
+from training.hosts import load_safely
 from training.latents import Codec, load_codec
 from training.video import read_video, video_fps, write_video
 
@@ -72,7 +73,7 @@ def load_model(folder: Path, device: str) -> tuple[FrameGDNRolloutPipeline, Code
     for name in ("model_index.json", "codec.json"):
         if not (folder / name).is_file():
             raise ValueError(f"no {name} in {folder}: it is not what train.py saves of a chunk-causal model")
-    transformer = VideoDiT.from_pretrained(folder, subfolder="transformer")
+    transformer = load_safely(VideoDiT, folder, "transformer")
     pipeline = FrameGDNRolloutPipeline.from_pretrained(folder, transformer=transformer)
     return pipeline.to(device), load_codec(json.loads((folder / "codec.json").read_text()), device)
 

@@ -8,15 +8,20 @@ are data parallel. The options are in `training/config.py`.
 
 from __future__ import annotations
 
+import os
+
+__launcher__ = os.getppid()  # before the imports, which take seconds in which it may end
+
 import json
 import logging
-import os
 import resource
 import sys
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,6 +31,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import (
     DistributedType,
     GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
     ProjectConfiguration,
     extract_model_from_parallel,
     set_seed,
@@ -34,36 +40,65 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from frame_gdn import FrameGDNRolloutPipeline, parallelize
 from frame_gdn.hosts import SwapOptions
 from models import VideoDiT
-from training.checkpoints import Checkpoints, Metrics
+from training.checkpoints import Checkpoints, Metrics, sole_run
 from training.config import TrainConfig, parse_config
 from training.data import VideoLatents
 from training.evaluation import check_continuation, continuation_psnr, continue_clip
-from training.hosts import check_data, choose_parameters, chunk_frames_of, load_transformer, model_inputs, plain_copy
+from training.hosts import (
+    check_data,
+    choose_parameters,
+    chunk_frames_of,
+    describe_model,
+    load_transformer,
+    model_inputs,
+    plain_copy,
+)
 from training.latents import load_codec
 from training.objective import Noise, add_noise, flow_loss, sample_noise, split_frames
 from training.optimization import build_schedule, look_at, parameter_groups, stop_if_diverged
+from training.ranks import RankError, Ranks
+from training.state import RunState, flush_tree
+from training.stopping import Stop, ignore_signals_but_from_parent
 
 NUM_TRAIN_TIMESTEPS = 1000  # of the scheduler: the model's unit of noise levels
+
+DISTRIBUTED_TYPES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP)
 
 logger = get_logger("train")
 
 
-def main(config: TrainConfig) -> None:
-    accelerator = start_accelerator(config)
-    mesh = build_mesh(accelerator, config.cp_size)
+def main(config: TrainConfig, launcher: int | None = None) -> int:
+    """Join the other processes, train, and return the exit code: 0, or 130 for a run that SIGINT ended.
+
+    Args:
+        launcher: the process that started this one, if the run is to end with it.
+    """
+    with Stop(launcher, patience=config.collective_timeout) as stop:
+        accelerator = start_accelerator(config)
+        with Ranks.joined(stall=0.8 * config.collective_timeout) as ranks:
+            with sole_run(Path(config.output_dir), ranks):
+                train(config, accelerator, ranks, stop)
+        accelerator.end_training()
+    return stop.code or 0
+
+
+def train(config: TrainConfig, accelerator: Accelerator, ranks: Ranks, stop: Stop) -> None:
+    mesh = build_mesh(accelerator, config)
     cp_rank = accelerator.process_index % config.cp_size
     dp_rank, dp_size = accelerator.process_index // config.cp_size, accelerator.num_processes // config.cp_size
     set_seed(config.seed)
 
     # Data: the ranks of a context-parallel group read the same clips, and each keeps its own frames.
-    with accelerator.main_process_first():  # it encodes videos, the others find them encoded
-        dataset = VideoLatents(**{"seed": config.seed, **config.data})
+    ranks.doing("reading the data", alone=True)
+    # The main process encodes videos, the others find them encoded.
+    dataset = ranks.main_first(lambda: VideoLatents(**{"seed": config.seed, **config.data}))
     shape = dataset.latent_shape
     channels, num_frames, *_ = shape
     frames_per_rank = split_frames(num_frames, config.cp_size)
@@ -72,17 +107,18 @@ def main(config: TrainConfig) -> None:
     loader = build_loader(config, dataset, accelerator.device, mesh)
 
     # Model.
+    ranks.doing("building the model", alone=True)
     dtype = getattr(torch, config.weight_dtype)
     model = build_model(config, channels, dtype)
     check_data(model, dataset.shapes)
-    if config.validation_steps:
-        check_continuation(num_frames, chunk_frames_of(model))
     choose_parameters(model, dataset.shapes, gates_only=config.train_gates_only, lora_rank=config.lora_rank)
     chunk_frames = chunk_frames_of(model)
+    if config.validation_steps:
+        check_continuation(num_frames, chunk_frames)
     parallelize(model, mesh)
     scheduler = FlowMatchEulerDiscreteScheduler(NUM_TRAIN_TIMESTEPS, shift=config.flow_shift)
 
-    # Optimisation. A learning-rate scheduler that accelerate prepares would run num_processes times too fast.
+    # Optimisation.
     batches_a_step = config.gradient_accumulation_steps
     max_train_steps = config.max_train_steps or max(1, config.num_train_epochs * len(loader) // batches_a_step)
     optimizer = torch.optim.AdamW(
@@ -92,26 +128,30 @@ def main(config: TrainConfig) -> None:
         eps=config.adam_epsilon,
     )
     model, optimizer = accelerator.prepare(model, optimizer)
-    lr_scheduler = build_schedule(config, optimizer, max_train_steps)
-    accelerator.register_for_checkpointing(lr_scheduler)
     ema = EMAModel(model.parameters(), decay=config.ema_decay) if config.use_ema else None
     if ema is not None:
-        accelerator.register_for_checkpointing(ema)
+        ema.to(accelerator.device)
 
     # Where an earlier run stopped.
     global_batch = config.train_batch_size * dp_size * batches_a_step
+    state = RunState(accelerator, bare(model), optimizer.optimizer, ema)
     checkpoints = Checkpoints(
         Path(config.output_dir),
-        accelerator,
+        ranks,
+        state,
         limit=config.checkpoints_total_limit,
-        layout={"seed": config.seed, "global_batch": global_batch, "num_processes": accelerator.num_processes},
+        config=config,
+        layout={"global_batch": global_batch, "num_processes": ranks.size, **describe_model(bare(model))},
     )
     steps_done = 0
+    ranks.doing("resuming", alone=True)
     if checkpoint := checkpoints.find(config.resume_from_checkpoint):
         steps_done = checkpoints.load(checkpoint)
         logger.info(f"Resumed from {checkpoint}")
-    if ema is not None:
-        ema.to(accelerator.device)
+        if steps_done > max_train_steps:
+            raise ValueError(f"{checkpoint} has {steps_done} steps, more than the {max_train_steps} to be trained")
+    # A schedule that accelerate prepares would run num_processes times too fast.
+    lr_scheduler = build_schedule(config, optimizer, max_train_steps, state.steps_of_schedule)
     metrics = start_logs(config, accelerator, steps_done)
 
     # Training.
@@ -124,12 +164,14 @@ def main(config: TrainConfig) -> None:
     steps = range(steps_done + 1, max_train_steps + 1)
     skipped_steps = 0
     model.train()
+    stop.training = True
     progress = tqdm(steps, "Steps", initial=steps_done, total=max_train_steps, disable=not accelerator.is_main_process)
     for step in progress:
         started = time.perf_counter()
         clips: list[list[str]] = []
         losses: list[Tensor] = []
         for batch_number in range((step - 1) * batches_a_step, step * batches_a_step):
+            ranks.doing(f"step {step}, batch {batch_number % batches_a_step}")
             # A sample's number in the run, which is the same however samples are dealt to ranks.
             first_sample = (batch_number * dp_size + dp_rank) * config.train_batch_size
             sample_ids = list(range(first_sample, first_sample + config.train_batch_size))
@@ -144,8 +186,9 @@ def main(config: TrainConfig) -> None:
                 losses.append(batch_loss.detach())
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm or float("inf"))
-                    seen = look_at(accelerator, losses, norm)  # before the optimizer moves anything
+                    seen = look_at(accelerator, losses, norm, stop.code)  # before the optimizer moves anything
                     stop_if_diverged(accelerator, seen, skipped_steps, clips, losses, f"step {step}")
+                    checkpoints.prune()  # the newest one gave this step
                 optimizer.step()
                 optimizer.zero_grad()
         learning_rate = lr_scheduler.get_last_lr()[0]
@@ -154,6 +197,7 @@ def main(config: TrainConfig) -> None:
         else:
             skipped_steps = 0
             lr_scheduler.step()
+            state.steps_of_schedule += 1
             if ema is not None:
                 ema.step(model.parameters())
 
@@ -164,20 +208,30 @@ def main(config: TrainConfig) -> None:
             "frames_per_second": global_batch * num_frames / (time.perf_counter() - started),
             "memory": peak_memory(accelerator.device),
         }
-        is_last = step == max_train_steps
+        is_last, exit_code = step == max_train_steps, seen.exit_code
         if config.validation_steps and (step % config.validation_steps == 0 or is_last):
-            values |= validate(accelerator, model, ema, scheduler, dataset, config)
+            ranks.doing(f"step {step}, validation", alone=True)
+            values |= validate(accelerator, model, ema, ranks, stop, scheduler, dataset, config)
+            exit_code = ranks.on_main(lambda: stop.code) if exit_code is None else exit_code
         if metrics is not None:
             metrics.write(step=step, **values)
         accelerator.log(values, step=step)
         progress.set_postfix(loss=f"{values['loss']:.3f}", lr=f"{learning_rate:.2e}", refresh=False)
-        if step % config.checkpointing_steps == 0 or is_last:
+        is_stopped = exit_code is not None and not is_last
+        if step % config.checkpointing_steps == 0 or is_last or is_stopped:
+            ranks.doing(f"step {step}, checkpoint", alone=True)
+            if metrics is not None:
+                metrics.flush()
             checkpoints.save(step)
-
-    trained = trained_copy(accelerator, model, ema, config)
-    if trained is not None:
-        save_model(trained, scheduler, dataset, config)
-    accelerator.end_training()
+        if is_stopped:
+            stop.code = exit_code  # on the ranks that no signal reached, too
+            logger.info(f"Asked to end: checkpoint-{step} is written")
+            break
+    else:
+        ranks.doing("saving the model", alone=True)
+        trained = trained_copy(accelerator, model, ema, config)
+        ranks.on_main(partial(save_model, trained, scheduler, dataset, config))
+    checkpoints.prune()
 
 
 def clip_loss(
@@ -231,6 +285,7 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
         ),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.collective_timeout))],
     )
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     logging.getLogger("accelerate").setLevel(logging.WARNING)
@@ -249,6 +304,10 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
         )
     if config.report_to != "none" and not accelerator.log_with:
         raise ValueError(f"{config.report_to} is not installed: pip install it, or train with --report_to none")
+    if accelerator.distributed_type not in DISTRIBUTED_TYPES:
+        raise ValueError(
+            f"train.py runs on one device, with DDP or with FSDP, not with {accelerator.distributed_type}"
+        )
     if config.use_ema and accelerator.distributed_type == DistributedType.FSDP:
         raise ValueError("use_ema does not work with FSDP, whose checkpoints would hold one rank's average only")
     torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
@@ -262,15 +321,18 @@ def how_to_launch(num_processes: int) -> str:
     )
 
 
-def build_mesh(accelerator: Accelerator, cp_size: int) -> DeviceMesh | None:
+def build_mesh(accelerator: Accelerator, config: TrainConfig) -> DeviceMesh | None:
     """The ranks as (data parallel, context parallel); None for a single process.
 
     The dimensions' names are those that accelerate's data loader reads.
     """
     if accelerator.num_processes == 1:
         return None
-    shape = (accelerator.num_processes // cp_size, cp_size)
-    return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp_replicate", "cp"))
+    shape = (accelerator.num_processes // config.cp_size, config.cp_size)
+    mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp_replicate", "cp"))
+    for group in mesh.get_all_groups():  # which do not take the default group's limit
+        _set_pg_timeout(timedelta(seconds=config.collective_timeout), group)
+    return mesh
 
 
 def build_model(config: TrainConfig, channels: int, dtype: torch.dtype) -> nn.Module:
@@ -299,7 +361,12 @@ def build_loader(
         ValueError: there are fewer clips than one batch on every rank.
     """
     loader = DataLoader(
-        dataset, config.train_batch_size, shuffle=True, drop_last=True, num_workers=config.dataloader_num_workers
+        dataset,
+        config.train_batch_size,
+        shuffle=True,
+        drop_last=True,
+        num_workers=config.dataloader_num_workers,
+        worker_init_fn=ignore_signals_but_from_parent,
     )
     loader = prepare_data_loader(
         loader,
@@ -337,7 +404,6 @@ def start_logs(config: TrainConfig, accelerator: Accelerator, steps_done: int) -
     if config.report_to != "none" and not accelerator.trackers:
         raise ValueError(f"{config.report_to} did not start: train with --report_to none")
     output_dir = Path(config.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
     config.save(output_dir / "config.yaml")
     return Metrics(output_dir / "metrics.jsonl", steps_done)
 
@@ -363,24 +429,29 @@ def validate(
     accelerator: Accelerator,
     model: nn.Module,
     ema: EMAModel | None,
+    ranks: Ranks,
+    stop: Stop,
     scheduler: FlowMatchEulerDiscreteScheduler,
     dataset: VideoLatents,
     config: TrainConfig,
 ) -> dict[str, float]:
-    """Continue the first clip of the data: the psnr, and that of repeating the last given frame.
+    """Continue the first clip of the data: the psnr, and that of repeating the last given frame; {} if interrupted.
 
-    The main process does it, with a copy of the model that is gone afterwards; others return {} at once.
+    The main process does it, with a copy of the model that is gone afterwards. All ranks call this and get the result.
     """
     trained = trained_copy(accelerator, model, ema, config)
-    if trained is None:
-        return {}
-    pipeline = FrameGDNRolloutPipeline(trained.to(accelerator.device), scheduler, config.prediction_type)
-    pipeline.set_progress_bar_config(disable=True)
-    film = continue_clip(pipeline, dataset[0], num_inference_steps=config.validation_inference_steps, seed=config.seed)
-    codec = load_codec(dataset.codec, accelerator.device)
-    num_given = 1 + codec.frame_ratio * (trained.config.chunk_frames - 1)
-    scores = continuation_psnr(codec.decode(film), codec.decode(dataset[0]["latents"]), num_given)
-    return dict(zip(("psnr", "psnr_repeat_last"), scores, strict=True))
+
+    def scores() -> dict[str, float]:
+        pipeline = FrameGDNRolloutPipeline(trained.to(accelerator.device), scheduler, config.prediction_type)
+        pipeline.set_progress_bar_config(disable=True)
+        steps, clip = config.validation_inference_steps, dataset[0]
+        film = continue_clip(pipeline, clip, num_inference_steps=steps, seed=config.seed)
+        codec = load_codec(dataset.codec, accelerator.device)
+        num_given = 1 + codec.frame_ratio * (trained.config.chunk_frames - 1)
+        psnr = continuation_psnr(codec.decode(film), codec.decode(clip["latents"]), num_given)
+        return dict(zip(("psnr", "psnr_repeat_last"), psnr, strict=True))
+
+    return ranks.on_main(lambda: stop.interruptible(scores, {}))
 
 
 def save_model(
@@ -394,6 +465,8 @@ def save_model(
         trained.save_pretrained(output_dir / "transformer")
         scheduler.save_pretrained(output_dir / "scheduler")
     (output_dir / "codec.json").write_text(json.dumps(dataset.codec, indent=2) + "\n")
+    for name in ("transformer", "scheduler"):
+        flush_tree(output_dir / name)
 
 
 def peak_memory(device: torch.device) -> float:
@@ -407,6 +480,8 @@ def peak_memory(device: torch.device) -> float:
 if __name__ == "__main__":
     try:
         options = parse_config(sections={"model": VideoDiT, "swap": SwapOptions, "data": VideoLatents})
-    except ValueError as error:
+        # torchrun, which also runs below `accelerate launch`, and accelerate for a single process.
+        is_launched = bool({"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys())
+        sys.exit(main(options, __launcher__ if is_launched else None))
+    except (ValueError, FloatingPointError, OSError, RankError) as error:
         sys.exit(f"train.py: {error}")
-    main(options)

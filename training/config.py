@@ -139,6 +139,9 @@ class RunConfig:
     checkpointing_steps: int = option(500, "a checkpoint every so many steps, and one at the end", COUNT)
     checkpoints_total_limit: int | None = option(None, "older checkpoints are deleted", COUNT)
     resume_from_checkpoint: str | None = option(None, "latest, or the name or path of a checkpoint-{step} folder")
+    collective_timeout: int = option(
+        600, "seconds after which a rank gives up waiting for another in a collective; the error names both", COUNT
+    )
     validation_steps: int | None = option(None, "roll out a clip every so many steps and log its psnr", COUNT)
     validation_inference_steps: int = option(20, "denoising steps a chunk in validation", COUNT)
 

@@ -30,6 +30,7 @@ from training.checkpoints import read_metrics
 from training.config import TrainConfig, parse_config
 from training.data import VideoLatents
 from training.evaluation import continuation_psnr, continue_clip
+from training.hosts import load_safely
 from training.latents import load_codec
 from training.video import write_video
 
@@ -88,7 +89,8 @@ def roll_out(config: TrainConfig, output_dir: Path) -> dict[str, Any]:
     data = VideoLatents(**config.data)
     codec = load_codec(data.codec)
     logging.disable_progress_bar()
-    pipeline = FrameGDNRolloutPipeline.from_pretrained(output_dir)
+    transformer = load_safely(VideoDiT, output_dir, "transformer")
+    pipeline = FrameGDNRolloutPipeline.from_pretrained(output_dir, transformer=transformer)
     pipeline.set_progress_bar_config(disable=True)
     chunk_frames = pipeline.transformer.config.chunk_frames
     num_given = 1 + codec.frame_ratio * (chunk_frames - 1)

@@ -6,6 +6,7 @@ They are `VideoDiT` and those of diffusers that `frame_gdn.swap` knows, with GDN
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import diffusers
 import torch
 from diffusers.utils import recurse_remove_peft_layers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from frame_gdn import hosts, swap
@@ -34,28 +36,53 @@ def load_transformer(name_or_path: str, dtype: torch.dtype, model: dict[str, Any
         swapping: arguments of `swap` for a transformer of diffusers; what is not given stays as the folder has it.
 
     Raises:
-        ValueError: a class that cannot be trained, or options of the other kind of model.
+        ValueError: a class that cannot be trained, options of the other kind of model, or a file that is missing or
+            cannot be read.
     """
     subfolder = None if (Path(name_or_path) / "config.json").is_file() else "transformer"
-    config = VideoDiT.load_config(name_or_path, subfolder=subfolder)
-    name = config["_class_name"]
+    try:
+        config = VideoDiT.load_config(name_or_path, subfolder=subfolder)
+    except OSError as error:
+        raise ValueError(f"{name_or_path} does not hold a transformer: {error}") from error
+    name = config.get("_class_name")
     if name == "VideoDiT":
         if swapping:
             raise ValueError(f"{name_or_path} holds a VideoDiT, which is not swapped: `swap` must be empty")
-        return VideoDiT.from_pretrained(name_or_path, subfolder=subfolder, torch_dtype=dtype, **model)
+        return load_safely(VideoDiT, name_or_path, subfolder, torch_dtype=dtype, **model)
     if name not in hosts.HOSTS:
         raise ValueError(f"{name_or_path} holds a {name}; known are VideoDiT, {', '.join(hosts.HOSTS)}")
     if model:
         raise ValueError(f"{name_or_path} holds a {name}, whose configuration is its own: `model` must be empty")
     noted = config.get("frame_gdn")
     home = importlib.import_module(f"frame_gdn.hosts.{hosts.HOSTS[name]}") if noted else diffusers
-    loaded = getattr(home, name).from_pretrained(name_or_path, subfolder=subfolder, torch_dtype=dtype)
+    loaded = load_safely(getattr(home, name), name_or_path, subfolder, torch_dtype=dtype)
     return swap(loaded, **{**(noted or {}), **swapping})
+
+
+def load_safely(cls: Any, name_or_path: str | Path, subfolder: str | None, **options: Any) -> Any:
+    """`cls.from_pretrained` of a model's folder or hub name, from safetensors alone: other formats may run code.
+
+    Raises:
+        ValueError: naming a file that is missing or cannot be read.
+    """
+    try:
+        return cls.from_pretrained(name_or_path, subfolder=subfolder, use_safetensors=True, **options)
+    except (OSError, SafetensorError) as error:
+        where = f"{name_or_path}/{subfolder}" if subfolder else f"{name_or_path}"
+        raise ValueError(f"{where}: no {cls.__name__} can be read from its safetensors: {error}") from error
 
 
 def chunk_frames_of(model: nn.Module) -> int | None:
     """Latent frames a chunk, of a model that is chunk-causal."""
     return model.config.chunk_frames if isinstance(model, VideoDiT) else model.chunk_frames
+
+
+def describe_model(model: nn.Module) -> dict[str, Any]:
+    """What a model is, flat and for JSON: its class and the options in its configuration."""
+    name = next(name for name in class_names(model) if name in CALLS)
+    options = {f"model.{key}": value for key, value in model.config.items() if not key.startswith("_")}
+    described: dict[str, Any] = json.loads(json.dumps({"model": name, **options}, default=str))
+    return described
 
 
 def check_data(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:

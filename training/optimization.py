@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from training.config import OptimizationConfig
+from training.stopping import EXIT_CODES
 
 SKIPPED_STEPS = 40
 """fp16's loss scale starts at 2^16 and is halved for each skipped step; after this many in a row gradients vanish."""
@@ -69,21 +70,28 @@ class Step(NamedTuple):
 
     loss: float
     grad_norm: float
+    exit_code: int | None = None  # of a request that the run ends after this step, on any rank
 
     @property
     def is_finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-def look_at(accelerator: Accelerator, losses: Sequence[Tensor], grad_norm: Tensor) -> Step:
+def look_at(
+    accelerator: Accelerator, losses: Sequence[Tensor], grad_norm: Tensor, exit_code: int | None = None
+) -> Step:
     """A step's one look at the device: its loss and gradient norm, in one message between the ranks.
 
     Args:
         losses: scalars of this rank's batches, whose mean is its loss.
         grad_norm: of the whole gradient.
+        exit_code: of a request to this rank, one of EXIT_CODES; the largest of any rank is that of all.
     """
-    of_rank = torch.stack([torch.stack(list(losses)).mean(), grad_norm.to(losses[0])])
-    return Step(*accelerator.reduce(of_rank, "mean").tolist())
+    requests = losses[0].new_tensor([exit_code == code for code in EXIT_CODES.values()])
+    of_rank = torch.stack([torch.stack(list(losses)).mean(), grad_norm.to(losses[0]), *requests])
+    loss, norm, *asked = accelerator.reduce(of_rank, "mean").tolist()
+    codes = [code for code, share in zip(EXIT_CODES.values(), asked, strict=True) if share > 0]
+    return Step(loss, norm, max(codes, default=None))
 
 
 def stop_if_diverged(

@@ -329,7 +329,11 @@ def test_a_run_that_diverges_stops_on_every_rank_and_keeps_its_checkpoint(inputs
     last = int(re.match(r"step (\d)", message)[1]) - 1
     losses = [line["loss"] for line in read_metrics(tmp_path / "out" / "metrics.jsonl")]
     assert len(losses) == last and torch.tensor(losses).isfinite().all()
-    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == [f"checkpoint-{last}"]
+    # The one before stays too: nobody knows whether the weights of the last one are at fault.
+    assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {
+        f"checkpoint-{last - 1}",
+        f"checkpoint-{last}",
+    }
     assert all(
         t.isfinite().all() for t in load_file(tmp_path / "out" / f"checkpoint-{last}" / "model.safetensors").values()
     )
