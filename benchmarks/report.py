@@ -5,12 +5,13 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks import layer, sana_wm
+from benchmarks import layer, sana_wm, video_dit
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "scan.json"
 PLOT = HERE / "results" / "scan.png"
 LAYER = HERE / "results" / "layer.json"
+VIDEO_DIT = HERE / "results" / "video_dit.json"
 SANA_WM = HERE / "results" / "sana_wm.json"
 SANA_WM_PLOT = HERE / "results" / "sana_wm.png"
 README = HERE.parent / "README.md"
@@ -78,6 +79,8 @@ def filled(readme: str) -> str:
     readme = section(readme, "scan", table(json.loads(RESULTS.read_text())))
     if LAYER.exists():
         readme = section(readme, "layer", layer.table(json.loads(LAYER.read_text())))
+    if VIDEO_DIT.exists():
+        readme = section(readme, "video_dit", video_dit.table(json.loads(VIDEO_DIT.read_text())))
     shown = f"\n![where a forward pass spends its time]({SANA_WM_PLOT.relative_to(HERE.parent)})\n"
     return section(readme, "sana_wm", sana_wm.table(json.loads(SANA_WM.read_text())) + shown)
 

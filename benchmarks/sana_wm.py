@@ -9,6 +9,9 @@ contestant into the other around the same parameters, and the two are timed in t
 - train: forward with gradient checkpointing and backward, T 21, 41; no optimizer step
 - error: of each in bfloat16 against the plain model in float32 on the same inputs, T 21
 - parts: a profile of one forward by what the time goes to, T 41 and T 121
+
+"ours" computes softmax with torch's own attention. Where flash-attn-4 is installed and serves, "flash4" is ours with
+that, a third contestant of the forward at T 41 and T 121, of the training step at T 41 and of the errors.
 """
 
 import argparse
@@ -19,7 +22,9 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +32,16 @@ import torch
 from torch import Tensor, nn
 
 from frame_gdn import swap, unswap
+from frame_gdn.kernels import flash4
 
 GIB = 2**30
-CONTESTANTS: dict[str, Callable[[nn.Module], nn.Module]] = {"diffusers": unswap, "ours": swap}
+CONTESTANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "diffusers": unswap,
+    "ours": partial(swap, attention="sdpa"),
+}
+FLASH4 = {"flash4": partial(swap, attention="flash4")}
+#: What flash4 takes part in.
+WITH_FLASH4 = ("forward_t41", "forward_t121", "train_t41")
 FORWARD, TRAIN, PARTS, ERROR_FRAMES = (21, 41, 121), (21, 41), (41, 121), 21
 RELEASED: dict[str, Any] = {}
 TINY = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 2, "linear_head_dim": 32, "caption_channels": 32}
@@ -119,13 +131,19 @@ def train(model: nn.Module, inputs: Inputs) -> None:
     model.eval().disable_gradient_checkpointing()
 
 
-def contest(model: nn.Module, inputs: Inputs, run: Callable[[nn.Module, Inputs], Any], repetitions: int) -> Json:
-    """Both contestants in turn: milliseconds of every repetition, and the peak of allocated memory, weights included;
+def contest(
+    model: nn.Module,
+    inputs: Inputs,
+    run: Callable[[nn.Module, Inputs], Any],
+    repetitions: int,
+    contestants: dict[str, Callable[[nn.Module], nn.Module]],
+) -> Json:
+    """The contestants in turn: milliseconds of every repetition, and the peak of allocated memory, weights included;
     the first round compiles kernels and is not counted."""
     times: dict[str, list[float]] = defaultdict(list)
     peaks: dict[str, float] = {}
     for repetition in range(repetitions + 1):
-        for name, become in CONTESTANTS.items():
+        for name, become in contestants.items():
             become(model)
             if CLOCK.on_gpu:
                 torch.cuda.empty_cache()
@@ -136,12 +154,12 @@ def contest(model: nn.Module, inputs: Inputs, run: Callable[[nn.Module, Inputs],
             if repetition:
                 times[name].append(milliseconds)
             peaks[name] = torch.cuda.max_memory_allocated() / GIB if CLOCK.on_gpu else 0.0
-    return {"contestants": {name: {"ms": times[name], "peak_gib": peaks[name]} for name in CONTESTANTS}}
+    return {"contestants": {name: {"ms": times[name], "peak_gib": peaks[name]} for name in contestants}}
 
 
-def errors(model: nn.Module, inputs: Inputs) -> Json:
+def errors(model: nn.Module, inputs: Inputs, contestants: dict[str, Callable[[nn.Module], nn.Module]]) -> Json:
     """Of each contestant in bfloat16 against the plain model in float32 (TF32 off)."""
-    in_bf16 = {name: forward(become(model), inputs).float() for name, become in CONTESTANTS.items()}
+    in_bf16 = {name: forward(become(model), inputs).float() for name, become in contestants.items()}
     unswap(model).float()
     wide = {n: t.float() if t.is_floating_point() else t for n, t in inputs.items()}
     exact = forward(model, wide)
@@ -215,8 +233,8 @@ def parts(model: nn.Module, inputs: Inputs) -> Json:
 def summarize(raw: Json) -> dict[str, float]:
     """The figures that the bars are about, from the raw medians of one results file."""
 
-    def ratio(part: str) -> float:
-        theirs, ours = (statistics.median(raw[part]["contestants"][name]["ms"]) for name in CONTESTANTS)
+    def ratio(part: str, name: str = "ours") -> float:
+        theirs, ours = (statistics.median(raw[part]["contestants"][who]["ms"]) for who in ("diffusers", name))
         return theirs / ours
 
     def peak(part: str) -> float:
@@ -229,6 +247,11 @@ def summarize(raw: Json) -> dict[str, float]:
         "error_vs_plain_bf16": raw["errors"]["ours"] / raw["errors"]["diffusers"],
         **{f"forward_t{T}_peak_vs_diffusers": peak(f"forward_t{T}") for T in FORWARD},
         **{f"train_t{T}_peak_vs_diffusers": peak(f"train_t{T}") for T in TRAIN},
+        **{
+            f"{part}_flash4_vs_diffusers": ratio(part, "flash4")
+            for part in WITH_FLASH4
+            if "flash4" in raw[part]["contestants"]
+        },
     }
 
 
@@ -245,8 +268,15 @@ def table(raw: Json) -> str:
         times = " | ".join(f"{statistics.median(contestants[name]['ms']):,.0f} ms" for name in CONTESTANTS)
         peaks = " → ".join(f"{contestants[name]['peak_gib']:.1f}" for name in CONTESTANTS)
         lines.append(f"| {title} | {times} | {raw['summary'][f'{part}_vs_diffusers']:.2f}× | {peaks} GiB |")
-    plain, ours = (raw["errors"][name] for name in CONTESTANTS)
+    plain, ours = (raw["errors"][name] for name in ("diffusers", "ours"))
     versions = ", ".join(f"{name} {version}" for name, version in raw["versions"].items())
+    with_flash4 = [
+        f"{titles[part]} {raw['summary'][f'{part}_flash4_vs_diffusers']:.2f}×"
+        for part in WITH_FLASH4
+        if f"{part}_flash4_vs_diffusers" in raw["summary"]
+    ]
+    if with_flash4:
+        lines += ["", f"With softmax attention by flash-attn-4: {'; '.join(with_flash4)}."]
     lines += [
         "",
         f"{raw['shape']['parameters'] / 1e9:.2f} B random parameters in bfloat16, camera on, B {raw['shape']['B']}, S "
@@ -293,6 +323,13 @@ def main() -> None:
     height, width = (4, 5) if options.tiny else (22, 40)
 
     model = build(TINY if options.tiny else RELEASED, device)
+    with_flash4 = CONTESTANTS
+    if flash4.refusal(next(model.parameters()), 112) is None:
+        with_flash4 = CONTESTANTS | FLASH4
+
+    def those_of(part: str) -> dict[str, Callable[[nn.Module], nn.Module]]:
+        return with_flash4 if part in WITH_FLASH4 else CONTESTANTS
+
     if device.type == "cpu":
         model.float()  # the host's camera geometry has no bfloat16 there
     raw: Json = {
@@ -306,14 +343,18 @@ def main() -> None:
         },
         "shape": {"B": 1, "S": height * width, "parameters": sum(p.numel() for p in model.parameters())},
     }
+    if with_flash4 is not CONTESTANTS:
+        raw["versions"]["flash-attn-4"] = version("flash-attn-4")
     for T in FORWARD:
         repetitions = min(options.repetitions, 3) if T == 121 else options.repetitions
-        raw[f"forward_t{T}"] = contest(model, make_inputs(model, T, height, width), forward, repetitions)
+        part, inputs = f"forward_t{T}", make_inputs(model, T, height, width)
+        raw[part] = contest(model, inputs, forward, repetitions, those_of(part))
     for T in TRAIN:
-        raw[f"train_t{T}"] = contest(model, make_inputs(model, T, height, width), train, min(options.repetitions, 3))
+        part, inputs = f"train_t{T}", make_inputs(model, T, height, width)
+        raw[part] = contest(model, inputs, train, min(options.repetitions, 3), those_of(part))
     raw["parts"] = {f"t{T}": parts(model, make_inputs(model, T, height, width)) for T in PARTS}
     if device.type == "cuda":
-        raw["errors"] = errors(model, make_inputs(model, ERROR_FRAMES, height, width))
+        raw["errors"] = errors(model, make_inputs(model, ERROR_FRAMES, height, width), with_flash4)
         raw["summary"] = summarize(raw)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(raw, indent=1) + "\n")

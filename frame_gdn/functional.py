@@ -9,16 +9,18 @@ bool, True for active frames; what stands in the others is selected away, never 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kernels import plain
+from . import checks
+from .kernels import flash4, plain
 from .kernels.backends import pick_backend
+from .kernels.temporal_conv import temporal_conv as accumulated_conv
 from .kernels.types import accumulation_dtype
-from .temporal_conv import temporal_conv as accumulated_conv
 
 
 def fused(x: Tensor, backend: str) -> bool:
@@ -155,6 +157,55 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False, backen
     if inverse:
         sin = -sin
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(x.dtype)
+
+
+# --- attention --------------------------------------------------------------------------------------------------
+
+ATTENTIONS = ("auto", "sdpa", "flash4")
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    sdpa: Callable[..., Tensor] | None = None,
+) -> Tensor:
+    """softmax(scale · q kᵀ + mask) v.
+
+    Args:
+        q: (B, N, H, D).
+        k, v: (B, M, H, D).
+        mask: bool, True where a query sees a key, or a bias; goes with (B, H, N, M).
+        scale: None for 1/√D.
+        kernel: "sdpa", torch's own attention; "flash4", flash-attn-4; "auto", flash-attn-4 where it is installed and
+            serves these tensors, else torch's own.
+        sdpa: what computes "sdpa", called as (q, k, v, attn_mask=, scale=); None for torch's own.
+
+    Returns:
+        like q.
+
+    Raises:
+        ValueError: another kernel, or "flash4" where it cannot serve, with the reason.
+    """
+    checks.choice("attention", kernel, ATTENTIONS)
+    if kernel != "sdpa":
+        reason = flash4.refusal(q, q.shape[-1], mask is not None)
+        if reason is None and not q.dtype == k.dtype == v.dtype:
+            reason = f"it takes q, k and v of one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
+        if reason is None:
+            return flash4.attend(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)[0]
+        if kernel == "flash4":
+            raise ValueError(f"attention 'flash4' cannot serve this call: {reason}")
+    return (sdpa or _sdpa)(q, k, v, attn_mask=mask, scale=scale)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, scale: float | None) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, scale=scale).transpose(1, 2)
 
 
 # --- around attention and feed-forward --------------------------------------------------------------------------

@@ -22,6 +22,7 @@ def swap(
     chunk_frames: int | None = None,
     group: ProcessGroup | None = None,
     backend: str = "auto",
+    attention: str = "auto",
 ) -> Model:
     """Put frame-wise GDN in place of the attention of a diffusers transformer, in place; returns the model.
 
@@ -37,6 +38,9 @@ def swap(
         chunk_frames: None: every frame sees the whole clip; c: no frame sees past the end of its chunk of c frames.
         group: the context-parallel group over which frames are sharded; as calling `parallelize(model, group)`.
         backend: "torch", "triton" or "auto".
+        attention: what softmax blocks compute with: "sdpa", diffusers' dispatcher; "flash4", flash-attn-4 (the extra
+            `flash4`), which is a ValueError in the call that it cannot serve; "auto", flash-attn-4 where it is
+            installed and serves, else the dispatcher.
 
     Raises:
         ValueError: a model that is not known, one that `enable_parallelism` or an offloading hook is already on, or an
@@ -46,7 +50,7 @@ def swap(
     if getattr(model, "_parallel_config", None) is not None:
         raise ValueError("enable_parallelism was called on this model: swap first, enable after")
     cp_group(group)
-    host.replace(model, hosts.SwapOptions(blocks, start_scale, chunk_frames, backend))
+    host.replace(model, hosts.SwapOptions(blocks, start_scale, chunk_frames, backend, attention))
     return model if group is None else parallelize(model, group)
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import Attention
 from diffusers.models.embeddings import PixArtAlphaTextProjection, TimestepEmbedding
 from diffusers.models.modeling_utils import ModelMixin
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from frame_gdn import BidirectionalGDN, GDNState, checks, functional
 from frame_gdn.gdn import check_state
+from frame_gdn.hosts.clip import softmax
 from frame_gdn.kernels.backends import BACKENDS
 from frame_gdn.parallel import (
     Call,
@@ -205,9 +205,11 @@ class SoftmaxAttention(FrameSharded):
 
     Attributes:
         backend: of the rotary embedding, "torch", "triton" or "auto".
+        attention: "sdpa", "flash4" or "auto", as in `functional.attention`.
     """
 
     backend = "auto"
+    attention = "auto"
 
     def __init__(self, hidden_size: int, num_heads: int, *, norm_eps: float = 1e-5) -> None:
         super().__init__()
@@ -234,7 +236,7 @@ class SoftmaxAttention(FrameSharded):
         for first, last, end in key_horizons(clip):
             allowed = None if seen is None else allowed_keys(seen[:, : past + end], clip.tokens)
             to_see = (t[:, : past + end].flatten(1, 2) for t in (keys, values))
-            out.append(dispatch_attention_fn(q[:, first:last].flatten(1, 2), *to_see, attn_mask=allowed))
+            out.append(softmax(q[:, first:last].flatten(1, 2), *to_see, mask=allowed, attention=self.attention))
         attended = functional.select((out[0] if len(out) == 1 else torch.cat(out, 1)).flatten(2), clip.mask)
         return self.to_out(attended), final_state
 
@@ -695,6 +697,17 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         for module in self.modules():
             if hasattr(module, "backend"):
                 module.backend = backend
+
+    def set_attention(self, attention: str) -> None:
+        """What the softmax blocks compute with, as in `functional.attention`. Kept in no configuration.
+
+        Raises:
+            ValueError: another name.
+        """
+        checks.choice("attention", attention, functional.ATTENTIONS)
+        for module in self.modules():
+            if isinstance(module, SoftmaxAttention):
+                module.attention = attention
 
     def _locate(
         self,

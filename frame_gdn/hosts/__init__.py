@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from .. import checks
+from ..functional import ATTENTIONS
 from ..kernels.backends import BACKENDS
 from ..parallel import FrameSharded
 
@@ -40,6 +41,7 @@ class SwapOptions:
     start_scale: float | None = None
     chunk_frames: int | None = None
     backend: str = "auto"
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
         if self.blocks is not None:
@@ -47,6 +49,7 @@ class SwapOptions:
         checks.number("start_scale", self.start_scale, 0, above=True, optional=True)
         checks.integer("chunk_frames", self.chunk_frames, 1, optional=True)
         checks.choice("backend", self.backend, BACKENDS)
+        checks.choice("attention", self.attention, ATTENTIONS)
 
     def chosen(self, total: int) -> list[int]:
         """The indices of the chosen blocks out of `total`, all where none were named; ValueError outside the range."""
@@ -67,11 +70,12 @@ class Swapped(FrameSharded):
     Attributes:
         added: names of what a replacement adds to the instance (children, parameters, plain attributes): deleted when
             the host's class returns.
-        backend, chunk_frames: as in `swap`.
+        backend, attention, chunk_frames: as in `swap`.
     """
 
     added: ClassVar[tuple[str, ...]] = ()
     backend: str = "auto"
+    attention: str = "auto"
     chunk_frames: int | None = None
 
     if TYPE_CHECKING:  # its children are the host's, whose types nobody stated
@@ -101,7 +105,7 @@ class Swapped(FrameSharded):
         for name in self.added:
             if hasattr(self, name):
                 delattr(self, name)
-        for name in ("group", "backend", "chunk_frames"):
+        for name in ("group", "backend", "attention", "chunk_frames"):
             self.__dict__.pop(name, None)
         after = set(self.state_dict())
         self.__class__ = self.host_class()  # type: ignore[assignment]

@@ -6,14 +6,19 @@ These two hand what `rope` returns to every `attn1` and look at it nowhere else,
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.attention_dispatch import (
+    AttentionBackendName,
+    _AttentionBackendRegistry,
+    dispatch_attention_fn,
+)
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import parallel
+from .. import functional, parallel
 from . import Swapped
 
 
@@ -120,6 +125,32 @@ def as_values(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(v.dtype), k.to(v.dtype), v
 
 
+def diffusers_chose(backend: Any) -> bool:
+    """Whether diffusers' user has chosen an attention, of a processor (`backend`) or of all; native is no choice."""
+    active = _AttentionBackendRegistry.get_active_backend()[0] if backend is None else backend
+    return bool(active != AttentionBackendName.NATIVE)
+
+
+def softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    attention: str = "auto",
+    backend: Any = None,
+) -> Tensor:
+    """`functional.attention` whose "sdpa" is diffusers' dispatcher, so that `set_attention_backend` reaches it.
+
+    "auto" leaves the choice to diffusers where its user has made one. `backend` is a processor's.
+    """
+    if attention == "auto" and diffusers_chose(backend):
+        attention = "sdpa"
+    sdpa = partial(dispatch_attention_fn, backend=backend)
+    return functional.attention(q, k, v, mask=mask, scale=scale, kernel=attention, sdpa=sdpa)
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -129,6 +160,7 @@ def attend(
     *,
     allowed: Tensor | None = None,
     scale: float | None = None,
+    attention: str = "auto",
     backend: Any = None,
 ) -> Tensor:
     """Softmax attention of the frames here, q, k, v (B, N_local, H, D), to those of the clip that they may see.
@@ -144,12 +176,13 @@ def attend(
         allowed = allowed | ~allowed.any(1, keepdim=True)
         mask = allowed.repeat_interleave(tokens, 1, output_size=k.shape[1])[:, None, None]
     out = [
-        dispatch_attention_fn(
+        softmax(
             q[:, first * tokens : last * tokens],
             k[:, : end * tokens],
             v[:, : end * tokens],
-            attn_mask=None if mask is None else mask[..., : end * tokens],
+            mask=None if mask is None else mask[..., : end * tokens],
             scale=scale,
+            attention=attention,
             backend=backend,
         )
         for first, last, end in clip.horizons()

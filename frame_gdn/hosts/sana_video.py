@@ -37,6 +37,7 @@ def replace(model: nn.Module, options: SwapOptions) -> None:
     adopt(
         [(model, SanaVideoTransformer3DModel), *_sites(model)],
         backend=options.backend,
+        attention=options.attention,
         chunk_frames=options.chunk_frames,
     )
     open_gates(model, {index: blocks[index].attn1 for index in chosen}, options, START_SCALE)

@@ -43,13 +43,14 @@ def replace(model: nn.Module, options: SwapOptions) -> None:
         sites += [(m, REPLACEMENTS[type(m).__name__]) for m in blocks[index].modules() if _has_replacement(m)]
         if isinstance(blocks[index].mlp, host.GLUMBConvTemp):
             sites += convolutions(blocks[index].mlp)
-    adopt(sites, backend=options.backend, chunk_frames=options.chunk_frames)
+    adopt(sites, backend=options.backend, attention=options.attention, chunk_frames=options.chunk_frames)
 
 
 def cover(model: nn.Module) -> None:
     """Swap every block that is not: none of diffusers' sites is right over shards."""
     if isinstance(model, SanaWMTransformer3DModel):
-        replace(model, SwapOptions(chunk_frames=model.chunk_frames, backend=model.backend))
+        kept = {name: getattr(model, name) for name in ("chunk_frames", "backend", "attention")}
+        replace(model, SwapOptions(**kept))
     else:
         replace(model, SwapOptions())
 
@@ -154,7 +155,8 @@ class _Attention(Swapped):
                 )
             projected = self.q_proj_cam(seen), self.k_proj_cam(seen), self.v_proj_cam(seen)
             cam = self._camera(self._qkv(projected, "_cam", clip), gates, rays, clip)
-            out = out + self.out_proj_cam(cam.flatten(2))
+            out = out + self.out_proj_cam(cam.flatten(2)).view(out.shape)
+        out = out.flatten(2)
         if self.output_gate is not None:
             out = functional.silu_gate(out, self.output_gate(x), x.dtype, self.backend)
         projection: Tensor = self.proj(out.to(x.dtype))
@@ -218,7 +220,7 @@ class BidirectionalGDNUCPESinglePathLiteLA(_Attention, host.BidirectionalGDNUCPE
             mask=clip.mask, chunk_frames=clip.chunk_frames, eps=self.attn.eps,
             group=self.group, frames_per_rank=clip.counts, backend=self.backend,
         )  # fmt: skip
-        return out.flatten(2)
+        return out
 
     def _camera(self, qkv: Sequence[Tensor], gates: Any, rays: Sequence[Any], clip: Clip) -> Tensor:
         beta, decay = gates
@@ -250,15 +252,18 @@ class _SoftmaxUCPESinglePathLiteLA(_Attention, host._SoftmaxUCPESinglePathLiteLA
             q, k = (rotate(t, rotary_emb, self.backend) for t in (q, k))
         dtype = HALF if q.dtype == torch.float32 else v.dtype
         q, k, v = (clip.select(t.flatten(2)).view(t.shape).to(dtype) for t in (q, k, v))
-        return attend(q, k, v, clip, self.group).flatten(2).to(qkv[2].dtype)
+        return attend(q, k, v, clip, self.group, attention=self.attention).to(qkv[2].dtype)
 
     def _camera(self, qkv: Sequence[Tensor], gates: Any, rays: Sequence[Any], clip: Clip) -> Tensor:
         turned = into_rays(qkv, rays, self.backend)[:3]
         q, k, v = (clip.select(t.flatten(2)).view(t.shape).to(HALF) for t in turned)
         D = q.shape[-1]
         padded = D if D in (32, 64, 128, 256) or D > 256 else 128 if D <= 128 else 256
-        out = attend(q, k, v, clip, self.group, allowed=clip.clip_mask, scale=padded**-0.5)
-        out = clip.select(out.flatten(2)).view(out.shape)
+        out = attend(
+            q, k, v, clip, self.group, allowed=clip.clip_mask, scale=padded**-0.5, attention=self.attention
+        )
+        if clip.mask is not None:
+            out = clip.select(out.flatten(2)).view(out.shape)
         return out_of_rays(out.to(qkv[2].dtype), rays, self.backend)
 
 

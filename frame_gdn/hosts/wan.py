@@ -15,8 +15,9 @@ from diffusers.models.transformers import transformer_wan as host
 from torch import Tensor, nn
 
 from .. import functional
+from ..kernels import flash4
 from . import SwapOptions, Swapped, adopt
-from .clip import Clip, ClipRotary, as_values, attend
+from .clip import Clip, ClipRotary, as_values, attend, diffusers_chose
 from .gates import GatedAttention, GatedModel, open_gates, swapping_init
 
 START_SCALE = 1.0
@@ -29,7 +30,12 @@ def replace(model: nn.Module, options: SwapOptions) -> None:
     if options.blocks is None:
         chosen = [index for index in chosen if (index + 1) % 4]
     chosen += [index for index, block in enumerate(blocks) if hasattr(block.attn1, "A_log")]
-    adopt([(model, WanTransformer3DModel), *_sites(model)], backend=options.backend, chunk_frames=options.chunk_frames)
+    adopt(
+        [(model, WanTransformer3DModel), *_sites(model)],
+        backend=options.backend,
+        attention=options.attention,
+        chunk_frames=options.chunk_frames,
+    )
     open_gates(model, {index: blocks[index].attn1 for index in chosen}, options, START_SCALE)
 
 
@@ -63,14 +69,22 @@ class WanAttention(GatedAttention, host.WanAttention):
         clip: Clip = rotary_emb
         if self.has_gates:
             out = self.gdn(hidden_states, clip)
-        elif clip.is_plain:
+        elif clip.is_plain and not self._takes_flash4(hidden_states):
             return super().forward(hidden_states, None, None, clip.tables(hidden_states.device))
         else:
             q, k, v = as_values(*self.project(hidden_states))
             rotary = clip.pairs(hidden_states.device)
             q, k = (functional.rotary(t, *rotary, backend=self.backend) for t in (q, k))
-            out = attend(q, k, v, clip, self.group, backend=self.processor._attention_backend).flatten(2)
+            backend = self.processor._attention_backend
+            out = attend(q, k, v, clip, self.group, attention=self.attention, backend=backend).flatten(2)
         return self.to_out[1](self.to_out[0](out))
+
+    def _takes_flash4(self, x: Tensor) -> bool:
+        """Whether softmax attention is another one than the host's."""
+        if self.attention == "auto":
+            head_dim = self.inner_dim // self.heads
+            return not diffusers_chose(self.processor._attention_backend) and flash4.refusal(x, head_dim) is None
+        return self.attention == "flash4"
 
 
 class WanTransformer3DModel(GatedModel, host.WanTransformer3DModel):

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from tests.helpers import relative_error
+from tests.kernels.test_steps import DEVICE
 from tests.models.helpers import gradients, tiny_inputs, tiny_model, weighted_sum
-from tests.test_triton import DEVICE
 
 
 def output_and_gradients(dtype: torch.dtype, backend: str) -> dict[str, Tensor]:

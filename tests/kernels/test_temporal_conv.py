@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from frame_gdn import functional
-from frame_gdn.temporal_conv import temporal_conv
+from frame_gdn.kernels.temporal_conv import temporal_conv
 
-from .helpers import relative_error
-from .kernels.test_layer_operators import DTYPES, check, random, values_and_gradients
+from ..helpers import relative_error
+from .test_layer_operators import DTYPES, check, random, values_and_gradients
 
 
 def convolution(chunk_frames=None, first_frame=0):
