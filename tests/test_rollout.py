@@ -1,10 +1,6 @@
-"""A rollout is what the model says of whole clips; and rollout.py, from a folder as train.py saves it to a film."""
+"""A rollout is what the model says of whole clips."""
 
-import json
-import subprocess
-import sys
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +9,7 @@ from torch import Tensor
 
 from frame_gdn.pipeline import FrameGDNRolloutPipeline
 from tests.models.helpers import tiny_inputs, tiny_model
-from training.latents import HaarCodec
-from training.video import read_video, write_video
 
-ROOT = Path(__file__).parents[1]
 STEPS = 3
 
 
@@ -106,45 +99,3 @@ def test_bad_input_is_a_value_error_before_any_chunk():
     for first in (torch.zeros(2, 3, 3, 4, 6), torch.zeros(2, 3, 0, 4, 6), torch.zeros(3, 2, 4, 6)):
         with pytest.raises(ValueError, match="first_frames must be"):
             tiny_pipeline().stream(first)
-
-
-# --- rollout.py ---------------------------------------------------------------------------------------------------
-
-
-def save_as_train_does(folder: Path) -> None:
-    tiny_pipeline("sample", in_channels=192, out_channels=192, cross_attention_dim=None).save_pretrained(folder)
-    (folder / "codec.json").write_text(json.dumps(HaarCodec().describe()))
-    (folder / "config.yaml").write_text("data: {videos: demo, height: 16, width: 24, fps: null}\n")
-
-
-def rollout(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "rollout.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env={"OMP_NUM_THREADS": "1"}, cwd=ROOT)
-
-
-def test_rollout_continues_a_video_into_a_film(tmp_path):
-    save_as_train_does(tmp_path / "model")
-    clip = torch.randint(0, 256, (1, 4, 6, 1), dtype=torch.uint8).repeat_interleave(8, 1).repeat_interleave(8, 2)
-    write_video(tmp_path / "clip.mp4", clip.expand(9, -1, -1, 3), fps=12)  # grey: H.264 halves colours' resolution
-    options = {"model": tmp_path / "model", "first_frames": tmp_path / "clip.mp4", "output": tmp_path / "film.mp4"}
-    arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
-    result = rollout(*arguments, "--num_chunks", 3, "--num_inference_steps", 2)
-    assert result.returncode == 0, result.stderr
-    film = read_video(tmp_path / "film.mp4", 16, 24)
-    assert len(film) == 1 + 4 * (4 * 2 - 1)  # four chunks of two latent frames
-    given = read_video(tmp_path / "clip.mp4", 16, 24, num_frames=5)
-    assert (film[:5].float() - given.float()).abs().mean() < 8  # written and read through H.264
-
-    result = rollout(*arguments, "--num_chunks", 3, "--num_first_chunks", 9)
-    assert result.returncode == 1
-    assert "clip.mp4: 9 frames, wanted 69" in result.stderr
-    (tmp_path / "model/config.yaml").unlink()
-    result = rollout(*arguments, "--num_chunks", 3)
-    assert result.returncode == 1
-    assert "give --height and --width" in result.stderr
-
-
-def test_rollout_wants_a_folder_that_train_saved(tmp_path):
-    result = rollout("--model", tmp_path, "--first_frames", "x", "--num_chunks", 1, "--output", "y")
-    assert result.returncode == 1
-    assert f"no model_index.json in {tmp_path}" in result.stderr

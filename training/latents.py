@@ -5,7 +5,7 @@ described by a JSON-able dict, kept with the latents it made and beside the mode
 it again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,9 @@ import torch
 from diffusers import AutoModel
 from diffusers.models.autoencoders.autoencoder_kl_cosmos import CosmosPatchEmbed3d, CosmosUnpatcher3d
 from torch import Tensor, nn
+
+from frame_gdn import checks
+from frame_gdn.decoding import stream_decoder
 
 
 class Codec(Protocol):
@@ -27,6 +30,12 @@ class Codec(Protocol):
 
     def decode(self, latents: Tensor) -> Tensor:
         """(..., C, t, h, w) of any float dtype to uint8 (..., T, H, W, 3)."""
+
+    def decode_stream(self, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
+        """A film that is decoded as it is made: its latents (C, t, h, w) chunk by chunk to uint8 (T, H, W, 3) of each.
+
+        Together they are what `decode` makes of all chunks at once.
+        """
 
     def describe(self) -> dict[str, Any]:
         """What `load_codec` needs to build this codec again."""
@@ -61,11 +70,15 @@ class HaarCodec:
     Args:
         scale: coefficients are divided by it; 0.43 is about the standard deviation of pixels, so that the three
             channels of averages are near one.
+
+    Raises:
+        ValueError: a scale that is not a finite number above 0.
     """
 
     channels, frame_ratio, size_ratio = 192, 4, 4
 
     def __init__(self, scale: float = 0.43, *, device: torch.device | str = "cpu") -> None:
+        checks.number("scale", scale, 0, above=True)
         self.scale = scale
         self.patch = CosmosPatchEmbed3d(4, "haar").to(device)
         self.unpatch = CosmosUnpatcher3d(4, "haar").to(device)
@@ -79,6 +92,11 @@ class HaarCodec:
     def decode(self, latents: Tensor) -> Tensor:
         coefficients = latents.to(self.patch.wavelets).reshape(-1, *latents.shape[-4:]) * self.scale
         return _to_video(self.unpatch(coefficients), latents.shape[:-4])
+
+    def decode_stream(self, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
+        for number, chunk in enumerate(chunks):
+            # A latent frame stands alone, but the first of a call is one video frame: let another go before.
+            yield self.decode(chunk) if number == 0 else self.decode(torch.cat([chunk[:, :1], chunk], 1))[1:]
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "haar", "scale": self.scale}
@@ -161,6 +179,15 @@ class VaeCodec:
         flat = latents.to(self.vae.device, torch.float32).reshape(-1, *latents.shape[-4:])
         pixels = self.vae.decode(self.norm.denormalize(flat).to(self.vae.dtype)).sample
         return _to_video(pixels.float(), latents.shape[:-4])
+
+    @torch.no_grad()
+    def decode_stream(self, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Exact for a causal VAE, else as `frame_gdn.decoding.stream_decoder` says."""
+        decoder = stream_decoder(self.vae)
+        for chunk in chunks:
+            latents = self.norm.denormalize(chunk.to(self.vae.device, torch.float32))
+            pixels = decoder.decode(latents[None].to(self.vae.dtype))
+            yield _to_video(pixels.float(), torch.Size())
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "vae", **self.source, "mean": list(self.norm.mean), "std": list(self.norm.std)}

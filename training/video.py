@@ -26,6 +26,10 @@ from torch import Tensor
 
 VIDEO_SUFFIXES = frozenset({".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"})
 
+MP4_SUFFIXES = frozenset({".m4v", ".mov", ".mp4"})
+FILM_SUFFIXES = MP4_SUFFIXES | {".avi", ".mkv"}
+"""Containers that a film is written in: those that hold H.264."""
+
 CONTAINERS = "mov,matroska,avi,mpeg,mpegts,mpegvideo,m4v,h264,hevc,flv,asf,ogg,nut,ivf,obu,wav"
 """FFmpeg's names of the containers that are opened. None of them points to other files, as a playlist does."""
 
@@ -294,32 +298,63 @@ def _read_timing(path: str | os.PathLike[str]) -> _Timing:
     return _Timing(rate, is_constant, times, last_duration, is_stamped)
 
 
-def write_video(path: str | os.PathLike[str], video: Tensor, fps: float | Fraction, *, crf: int = 16) -> None:
-    """Writes uint8 (T, H, W, 3) as H.264 in 4:2:0, which every player shows; the container is the file name's.
+class VideoWriter:
+    """A film that is written frame by frame: H.264 in 4:2:0, which every player shows, in the container that the
+    file's name says.
 
-    Colours are BT.709 in limited range, and the file says so.
+    Colours are BT.709 in limited range, and the file says so. The file begins with the first frame. Leaving the `with`
+    finishes it, for whatever reason; up to half a second before the end, it is playable at any time, even if the
+    process is killed.
 
-    `crf` is x264's constant rate factor: 0 is near lossless, 23 its default, larger is smaller.
+    Args:
+        fps: frames a second.
+        crf: x264's constant rate factor: 0 is near lossless, 23 its default, larger is smaller.
+
+    Attributes:
+        num_frames: frames written so far.
 
     Raises:
-        ValueError: another shape or dtype, no frame, an odd height or width (4:2:0 halves both), fps not positive.
+        ValueError: a name that says no container of `FILM_SUFFIXES`, fps not positive; at the first frame, a file
+            that cannot be written.
     """
-    if video.dtype != torch.uint8 or video.ndim != 4 or video.shape[-1] != 3 or len(video) == 0:
-        raise ValueError(f"video must be uint8 (T, H, W, 3) with T >= 1, got {video.dtype} {tuple(video.shape)}")
-    if video.shape[1] % 2 or video.shape[2] % 2:
-        raise ValueError(f"height and width must be even, got {video.shape[1]} × {video.shape[2]}")
-    _check_options(fps=fps)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with av.open(os.fspath(path), mode="w") as container:
+
+    def __init__(self, path: str | os.PathLike[str], fps: float | Fraction, *, crf: int = 16) -> None:
+        _check_options(fps=fps)
+        self.path, self.crf, self.num_frames = Path(path), crf, 0
+        if self.path.suffix.lower() not in FILM_SUFFIXES:
+            raise ValueError(
+                f"{printable(path)}: a film's name must end in {', '.join(sorted(FILM_SUFFIXES))}, "
+                f"got {self.path.suffix!r}"
+            )
         # Broadcast rates are multiples of 1/1001: 29.97 becomes 30000/1001 and whole numbers stay whole.
-        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
-        stream.height, stream.width = video.shape[1:3]
-        stream.pix_fmt = "yuv420p"
-        stream.options = {"crf": str(crf)}
-        colours = stream.codec_context
-        colours.colorspace = colours.color_primaries = colours.color_trc = BT709
-        colours.color_range = LIMITED_RANGE
+        self.fps = Fraction(fps).limit_denominator(1001)
+        self._container: av.container.OutputContainer | None = None
+
+    def __enter__(self) -> VideoWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, video: Tensor) -> None:
+        """The next frames, uint8 (T, H, W, 3).
+
+        Raises:
+            ValueError: another shape or dtype, a size that is odd (4:2:0 halves both) or not that of the first frames.
+        """
+        if video.dtype != torch.uint8 or video.ndim != 4 or video.shape[-1] != 3:
+            raise ValueError(f"video must be uint8 (T, H, W, 3), got {video.dtype} {tuple(video.shape)}")
+        height, width = video.shape[1:3]
+        if height % 2 or width % 2:
+            raise ValueError(f"height and width must be even, got {height} × {width}")
+        if self._container is None and len(video):
+            self._begin(height, width)
         for pixels in video.cpu().numpy():
+            if pixels.shape[:2] != (self._stream.height, self._stream.width):
+                raise ValueError(
+                    f"all frames must be of the size of the first, {self._stream.height} × {self._stream.width}, "
+                    f"got {height} × {width}"
+                )
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(
                 format="yuv420p",
                 interpolation=AREA_AVERAGING,
@@ -328,8 +363,52 @@ def write_video(path: str | os.PathLike[str], video: Tensor, fps: float | Fracti
                 src_color_range=FULL_RANGE,
                 dst_color_range=LIMITED_RANGE,
             )
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
+            self._mux(frame)
+            self.num_frames += 1
+
+    def close(self) -> None:
+        """Finish the file. Nothing happens where no frame was written."""
+        if self._container is not None:
+            self._mux(None)
+            self._container.close()
+            self._container = None
+
+    def _begin(self, height: int, width: int) -> None:
+        options = {"flush_packets": "1", "cluster_time_limit": "500"}  # milliseconds, of Matroska
+        if self.path.suffix.lower() in MP4_SUFFIXES:
+            # Fragments while it is written, an ordinary file once it is finished.
+            options |= {"movflags": "hybrid_fragmented", "frag_duration": "500000"}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._container = av.open(f"file:{self.path}", mode="w", container_options=options)
+        except (av.error.FFmpegError, OSError) as error:
+            raise VideoError(f"{printable(self.path)}: cannot be written ({error.strerror})") from error
+        self._stream = self._container.add_stream("libx264", rate=self.fps)
+        self._stream.height, self._stream.width, self._stream.pix_fmt = height, width, "yuv420p"
+        # No frame waits in the encoder for later ones.
+        self._stream.options = {"crf": str(self.crf), "tune": "zerolatency"}
+        colours = self._stream.codec_context
+        colours.colorspace = colours.color_primaries = colours.color_trc = BT709
+        colours.color_range = LIMITED_RANGE
+
+    def _mux(self, frame: av.VideoFrame | None) -> None:
+        assert self._container is not None
+        try:
+            self._container.mux(self._stream.encode(frame))
+        except (av.error.FFmpegError, OSError) as error:  # such as a full disk
+            raise VideoError(f"{printable(self.path)}: cannot be written ({error.strerror})") from error
+
+
+def write_video(path: str | os.PathLike[str], video: Tensor, fps: float | Fraction, *, crf: int = 16) -> None:
+    """Writes a whole video, uint8 (T, H, W, 3), as `VideoWriter` does.
+
+    Raises:
+        ValueError: as `VideoWriter`, and for a video without a frame.
+    """
+    if video.ndim != 4 or len(video) == 0:
+        raise ValueError(f"video must be uint8 (T, H, W, 3) with T >= 1, got {video.dtype} {tuple(video.shape)}")
+    with VideoWriter(path, fps, crf=crf) as film:
+        film.write(video)
 
 
 def printable(path: str | os.PathLike[str]) -> str:

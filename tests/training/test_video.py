@@ -127,9 +127,8 @@ def test_a_phone_held_upright_is_turned(tmp_path):
     path = tmp_path / "phone.mp4"
     write_video(path, striped(2, 32, 64), fps=8)
     data = bytearray(path.read_bytes())
-    matrix = (
-        data.index(b"tkhd") + 44
-    )  # type 4, version and flags 4, times, ids and duration 20, reserved and volume 16
+    # Type 4, version and flags 4, times, ids and duration 20, reserved and volume 16. The last header is the one read.
+    matrix = data.rindex(b"tkhd") + 44
     one, minus_one = (1 << 16).to_bytes(4, "big"), (-(1 << 16)).to_bytes(4, "big", signed=True)
     assert data[matrix : matrix + 4] == one
     data[matrix : matrix + 20] = bytes(4) + one + bytes(4) + minus_one + bytes(4)  # a quarter turn clockwise
@@ -357,7 +356,7 @@ def with_matrix(path: Path, a: float, b: float, c: float, d: float) -> None:
     """Puts a display matrix into an mp4."""
     data = bytearray(path.read_bytes())
     # type 4, version and flags 4, times, ids and duration 20, reserved and volume 16
-    start = data.index(b"tkhd") + 44
+    start = data.rindex(b"tkhd") + 44
     entries = [round(entry * (1 << 16)) for entry in (a, b, 0, c, d)]
     data[start : start + 20] = struct.pack(">5i", *entries)
     path.write_bytes(data)
