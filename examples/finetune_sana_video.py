@@ -60,7 +60,7 @@ def main() -> None:
     losses = [json.loads(line)["loss"] for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
     trained = sana_video.SanaVideoTransformer3DModel.from_pretrained(output_dir, subfolder="transformer")
     print(f"loss {losses[0]:.3f} at the first of {len(losses)} steps, {losses[-1]:.3f} at the last")
-    print(f"{output_dir / 'transformer'}: {type(trained).__name__}, {trained.config.frame_gdn}")
+    print(f"{output_dir / 'transformer'}: {type(trained).__name__}, GDN in blocks {trained.config.gdn_blocks}")
 
 
 def make_tiny(folder: Path) -> tuple[str, str]:

@@ -1,9 +1,11 @@
 """`swap` and `unswap`: frame-wise GDN into a diffusers transformer, and out of it again."""
 
+import enum
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -14,25 +16,42 @@ from .parallelize import cp_group, parallelize
 Model = TypeVar("Model", bound=nn.Module)
 
 
+class Keep(enum.Enum):
+    """The type of `KEEP`, the default of every option of `swap`: what the model has already."""
+
+    KEEP = "keep"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+KEEP: Final = Keep.KEEP
+
+
 def swap(
     model: Model,
     *,
-    blocks: Sequence[int] | None = None,
-    start_scale: float | None = None,
-    chunk_frames: int | None = None,
-    group: ProcessGroup | None = None,
-    backend: str = "auto",
-    attention: str = "auto",
+    blocks: Sequence[int] | None | Keep = KEEP,
+    start_scale: float | None | Keep = KEEP,
+    chunk_frames: int | None | Keep = KEEP,
+    group: ProcessGroup | None | Keep = KEEP,
+    backend: str | Keep = KEEP,
+    attention: str | Keep = KEEP,
 ) -> Model:
     """Put frame-wise GDN in place of the attention of a diffusers transformer, in place; returns the model.
 
     No `state_dict` key is renamed or dropped; keys are added only for gates that the host lacks. Called again, it
-    changes the options and swaps the blocks that are not swapped yet. Swap first, then compile, offload or wrap.
+    changes the options that are named and keeps the rest; a block that is swapped stays so. Swap first, then compile,
+    offload or wrap.
+
+    What changes what the model computes is in its configuration, saved and loaded with it: `chunk_frames` and
+    `start_scale` by their names, `blocks` as `gdn_blocks`. An option that is not named is that of the configuration,
+    else None. The others are in none: a swapped model keeps them, a stock one begins with no group and with "auto".
 
     Args:
         model: a `SanaWMTransformer3DModel` (same weights, same outputs), a `SanaVideoTransformer3DModel` (linear
             attention to GDN, warm start) or a `WanTransformer3DModel` (chosen softmax blocks to GDN).
-        blocks: indices of the blocks to swap; None leaves the choice to the host.
+        blocks: indices of the blocks to swap; None leaves the choice to the host: all, of Wan all but every fourth.
         start_scale: where the gates are new, what the key scale is multiplied by at the start; the smaller, the closer
             to the stock model. None: the host's default.
         chunk_frames: None: every frame sees the whole clip; c: no frame sees past the end of its chunk of c frames.
@@ -49,9 +68,18 @@ def swap(
     host = _host(model)
     if getattr(model, "_parallel_config", None) is not None:
         raise ValueError("enable_parallelism was called on this model: swap first, enable after")
-    cp_group(group)
-    host.replace(model, hosts.SwapOptions(blocks, start_scale, chunk_frames, backend, attention))
-    return model if group is None else parallelize(model, group)
+    if group is not KEEP:
+        cp_group(group)
+    options = {
+        "blocks": blocks,
+        "start_scale": start_scale,
+        "chunk_frames": chunk_frames,
+        "backend": backend,
+        "attention": attention,
+    }
+    named = {name: value for name, value in options.items() if value is not KEEP}
+    host.replace(model, replace(host.present(model), **named))
+    return model if group is KEEP else parallelize(model, group)
 
 
 def unswap(model: Model) -> Model:

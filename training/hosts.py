@@ -53,10 +53,10 @@ def load_transformer(name_or_path: str, dtype: torch.dtype, model: dict[str, Any
         raise ValueError(f"{name_or_path} holds a {name}; known are VideoDiT, {', '.join(hosts.HOSTS)}")
     if model:
         raise ValueError(f"{name_or_path} holds a {name}, whose configuration is its own: `model` must be empty")
-    noted = config.get("frame_gdn")
-    home = importlib.import_module(f"frame_gdn.hosts.{hosts.HOSTS[name]}") if noted else diffusers
+    swapped = not {*hosts.CONFIG_ENTRIES, hosts.EARLIER_ENTRY}.isdisjoint(config)
+    home = importlib.import_module(f"frame_gdn.hosts.{hosts.HOSTS[name]}") if swapped else diffusers
     loaded = load_safely(getattr(home, name), name_or_path, subfolder, torch_dtype=dtype)
-    return swap(loaded, **{**(noted or {}), **swapping})
+    return swap(loaded, **swapping)
 
 
 def load_safely(cls: Any, name_or_path: str | Path, subfolder: str | None, **options: Any) -> Any:

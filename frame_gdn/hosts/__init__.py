@@ -1,8 +1,9 @@
 """The models of diffusers that `swap` knows, and how a module of theirs changes its class and gets it back.
 
 A file a host, named in `HOSTS`, imported when a model of that host comes along (diffusers is no requirement of this
-package). It offers two functions:
+package). It offers three functions:
 
+    present(model)            the options that it has already, of an earlier `swap` or from its configuration.
     replace(model, options)   put GDN in place of the host's attention in the chosen blocks; called by `swap`. Again on
                               a swapped model, it changes the options and whatever is not swapped yet.
     cover(model)              make every other site that looks across frames `FrameSharded`; called by `parallelize`,
@@ -31,6 +32,12 @@ HOSTS = {
     "SanaVideoTransformer3DModel": "sana_video",
     "WanTransformer3DModel": "wan",
 }
+
+#: Entry of a model's configuration -> the option of `swap` that it holds. (`frame_gdn.hosts.configuration` says more.)
+CONFIG_ENTRIES = {"gdn_blocks": "blocks", "start_scale": "start_scale", "chunk_frames": "chunk_frames"}
+
+#: The entry in which earlier versions kept all options of SanaVideo and Wan; it is read, and replaced by the others.
+EARLIER_ENTRY = "frame_gdn"
 
 
 @dataclass(frozen=True)

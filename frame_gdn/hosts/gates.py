@@ -1,15 +1,11 @@
-"""What Wan and SanaVideo share: GDN on the projections and norms of a host that has no gates, and a model whose
-configuration remembers them."""
+"""What Wan and SanaVideo share: GDN on the projections and norms of a host that has no gates."""
 
-import inspect
 import math
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import FrozenDict
 from diffusers.models.modeling_utils import get_parameter_dtype
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
@@ -19,12 +15,13 @@ from ..gdn import bidirectional_gdn
 from ..kernels.types import accumulation_dtype
 from . import SwapOptions, Swapped, refuse_hooks
 from .clip import Clip, as_values
+from .configuration import ConfiguredModel, write
 
 #: What a frame forgets of the state at the start, 1 - g: so little that a clip's first and last frame weigh the same.
 START_FORGETTING = 1e-4
 
-#: The entry of a model's configuration that holds the arguments of `SwapOptions`.
-CONFIG_KEY = "frame_gdn"
+#: The entries of a model's configuration by which its gates are made again.
+ENTRIES = ("gdn_blocks", "start_scale", "chunk_frames")
 
 
 class GatedAttention(Swapped):
@@ -103,24 +100,11 @@ class GatedAttention(Swapped):
         return out.flatten(2)
 
 
-class GatedModel(Swapped):
-    """A swapped model that keeps in its configuration what `swap` was asked for, so that `save_pretrained` and
-    `from_pretrained` of this class keep its gates. diffusers' own class would drop them, with a warning only.
-
-    A pipeline notes a component's class when it is assigned: say `pipe.transformer = swap(pipe.transformer)`, and its
-    `from_pretrained` finds this class, where the module it stands in has been imported.
-    """
-
-    _internal_dict: FrozenDict
+class GatedModel(ConfiguredModel):
+    """A swapped model with gates of its own, which diffusers' own class would drop on loading, with a warning only."""
 
     def enable_parallelism(self, **kwargs: Any) -> None:
         raise ValueError("a swapped model is sharded by frames: frame_gdn.parallelize(model, group)")
-
-    def release(self) -> list[str]:
-        config = {key: value for key, value in self._internal_dict.items() if key != CONFIG_KEY}
-        dropped = super().release()
-        self._internal_dict = FrozenDict(config)
-        return dropped
 
 
 def open_gates(
@@ -129,34 +113,10 @@ def open_gates(
     """Give gates to the attentions (by number of their block), and note it in the model's configuration.
 
     Args:
-        options: of the call of `swap`; its start_scale None keeps that of an earlier call, else takes `start_scale`.
+        start_scale: what stands for None in the options.
     """
-    host: Any = model
-    kept = (host.config.get(CONFIG_KEY) or {}).get("start_scale")
-    start_scale = options.start_scale or kept or start_scale
+    start_scale = start_scale if options.start_scale is None else options.start_scale
     for attention in attentions.values():
         assert isinstance(attention, GatedAttention)
         attention.add_gates(start_scale)
-    noted = {"blocks": sorted(attentions), "start_scale": start_scale, "chunk_frames": options.chunk_frames}
-    host.register_to_config(**{CONFIG_KEY: noted})
-
-
-def swapping_init(
-    host_init: Callable[..., None], replace: Callable[[nn.Module, SwapOptions], None]
-) -> Callable[..., None]:
-    """The `__init__` of a thin subclass of a host: the host's own, then `replace` by the configuration's `frame_gdn`.
-
-    diffusers reads the signature to tell what of a configuration belongs to a class: it is the host's and one more.
-    """
-
-    @wraps(host_init)
-    def init(self: nn.Module, *args: Any, frame_gdn: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        host_init(self, *args, **kwargs)
-        replace(self, SwapOptions(**(frame_gdn or {})))
-
-    signature = inspect.signature(host_init)
-    mine = inspect.Parameter(CONFIG_KEY, inspect.Parameter.KEYWORD_ONLY, default=None)
-    init.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*signature.parameters.values(), mine]
-    )
-    return init
+    write(model, dict(zip(ENTRIES, (sorted(attentions), start_scale, options.chunk_frames), strict=True)))

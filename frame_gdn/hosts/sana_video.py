@@ -19,7 +19,9 @@ from .. import functional, parallel
 from ..kernels.types import accumulation_dtype
 from . import SwapOptions, Swapped, adopt
 from .clip import Clip, ClipRotary
-from .gates import GatedAttention, GatedModel, open_gates, swapping_init
+from .configuration import present as present  # one of the host's three functions
+from .configuration import swapping_init
+from .gates import ENTRIES, GatedAttention, GatedModel, open_gates
 
 #: What the key scale is multiplied by unless `swap` is told otherwise: benchmarks/results/sana_video_start.json.
 START_SCALE = 0.1
@@ -173,10 +175,12 @@ class SanaVideoTransformer3DModel(GatedModel, host.SanaVideoTransformer3DModel):
     whatever the load's `torch_dtype`.
 
     Args:
-        frame_gdn: arguments of `SwapOptions`; the others are the host's.
+        gdn_blocks: `blocks` of `swap`.
+        start_scale, chunk_frames: as in `swap`.
+        frame_gdn: the three as a mapping, as earlier versions saved them; the other arguments are the host's.
     """
 
     _keep_in_fp32_modules = ["A_log", "dt_bias"]
     _repeated_blocks = ["SanaVideoTransformerBlock"]
 
-    __init__ = swapping_init(host.SanaVideoTransformer3DModel.__init__, replace)
+    __init__ = swapping_init(host.SanaVideoTransformer3DModel.__init__, replace, *ENTRIES)

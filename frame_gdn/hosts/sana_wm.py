@@ -6,24 +6,39 @@ them what they are called by, so that one `Clip` made at the model's door reache
 Source of the formulas: `transformer_sana_wm.py` of diffusers 0.42, after NVlabs/Sana.
 """
 
-import functools
 from collections.abc import Sequence
+from dataclasses import replace as changed
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from diffusers.models.modeling_utils import ModelMixin as ModelMixin  # a pipeline that loads looks for it here
 from diffusers.models.transformers import transformer_sana_wm as host
 from torch import Tensor, nn
 
 from .. import functional, parallel
 from ..gdn import bidirectional_gdn
-from . import SwapOptions, Swapped, adopt
+from . import SwapOptions, Swapped, adopt, configuration
 from .clip import as_values, attend
+from .configuration import ConfiguredModel, swapping_init
 from .rays import into_rays, out_of_rays
 from .sana_clip import Clip, clip_of
 from .sana_ffn import GLUMBConvTemp, SanaWMConvLayer, convolutions
 
-# --- the host's two functions -----------------------------------------------------------------------------------
+# --- the host's three functions ---------------------------------------------------------------------------------
+
+
+def present(model: nn.Module) -> SwapOptions:
+    """Chunks as in the configuration. The blocks of a swapped model are those that are: in no configuration, for a
+    block computes the same either way."""
+    options = configuration.present(model)
+    if not isinstance(model, SanaWMTransformer3DModel):
+        return options
+    return changed(options, blocks=_swapped(model))
+
+
+def _swapped(model: Any) -> list[int]:
+    return [index for index, block in enumerate(model.blocks) if isinstance(block.attn, Swapped)]
 
 
 def replace(model: nn.Module, options: SwapOptions) -> None:
@@ -33,9 +48,12 @@ def replace(model: nn.Module, options: SwapOptions) -> None:
             "start_scale is for hosts whose gates are new: SanaWMTransformer3DModel keeps its own weights"
         )
     blocks: Any = model.blocks
-    chosen = options.chosen(len(blocks))
+    chosen = sorted({*options.chosen(len(blocks)), *_swapped(model)})
     if options.chunk_frames is not None and len(chosen) < len(blocks):
-        raise ValueError("chunk_frames needs all blocks swapped: diffusers' own attention looks past a chunk's end")
+        raise ValueError(
+            f"chunk_frames needs all blocks swapped, not {chosen} alone: diffusers' own attention looks past the end "
+            "of a chunk (blocks=None swaps all)"
+        )
     sites: list[tuple[nn.Module, type[Swapped]]] = [(model, SanaWMTransformer3DModel)]
     sites += [(m, SanaWMPatchEmbed) for m in model.children() if isinstance(m, host.SanaWMPatchEmbed)]
     sites += [(block, SanaVideoMSCamCtrlBlock) for block in blocks]
@@ -44,15 +62,12 @@ def replace(model: nn.Module, options: SwapOptions) -> None:
         if isinstance(blocks[index].mlp, host.GLUMBConvTemp):
             sites += convolutions(blocks[index].mlp)
     adopt(sites, backend=options.backend, attention=options.attention, chunk_frames=options.chunk_frames)
+    configuration.write(model, {"chunk_frames": options.chunk_frames})
 
 
 def cover(model: nn.Module) -> None:
     """Swap every block that is not: none of diffusers' sites is right over shards."""
-    if isinstance(model, SanaWMTransformer3DModel):
-        kept = {name: getattr(model, name) for name in ("chunk_frames", "backend", "attention")}
-        replace(model, SwapOptions(**kept))
-    else:
-        replace(model, SwapOptions())
+    replace(model, changed(present(model), blocks=None))
 
 
 def _has_replacement(module: nn.Module) -> bool:
@@ -259,9 +274,7 @@ class _SoftmaxUCPESinglePathLiteLA(_Attention, host._SoftmaxUCPESinglePathLiteLA
         q, k, v = (clip.select(t.flatten(2)).view(t.shape).to(HALF) for t in turned)
         D = q.shape[-1]
         padded = D if D in (32, 64, 128, 256) or D > 256 else 128 if D <= 128 else 256
-        out = attend(
-            q, k, v, clip, self.group, allowed=clip.clip_mask, scale=padded**-0.5, attention=self.attention
-        )
+        out = attend(q, k, v, clip, self.group, allowed=clip.clip_mask, scale=padded**-0.5, attention=self.attention)
         if clip.mask is not None:
             out = clip.select(out.flatten(2)).view(out.shape)
         return out_of_rays(out.to(qkv[2].dtype), rays, self.backend)
@@ -342,20 +355,21 @@ class SanaWMPatchEmbed(Swapped, host.SanaWMPatchEmbed):
         return tokens.contiguous()
 
 
-class SanaWMTransformer3DModel(Swapped, host.SanaWMTransformer3DModel):
+class SanaWMTransformer3DModel(ConfiguredModel, host.SanaWMTransformer3DModel):
     """The model: finds out where its frames lie in the clip, once a call, and tells every block.
 
     Built or loaded under this name, it is swapped from the start, and A_log and dt_bias stay float32 whatever the
     load's `torch_dtype`.
+
+    Args:
+        chunk_frames: as in `swap`.
+        frame_gdn: options as a mapping, as earlier versions saved those of other hosts; the other arguments are the
+            host's.
     """
 
     _keep_in_fp32_modules = ["A_log", "dt_bias"]
 
-    # diffusers reads the signature.
-    @functools.wraps(host.SanaWMTransformer3DModel.__init__)  # type: ignore[misc]
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        replace(self, SwapOptions())
+    __init__ = swapping_init(host.SanaWMTransformer3DModel.__init__, replace, "chunk_frames")
 
     def forward(
         self,

@@ -18,7 +18,9 @@ from .. import functional
 from ..kernels import flash4
 from . import SwapOptions, Swapped, adopt
 from .clip import Clip, ClipRotary, as_values, attend, diffusers_chose
-from .gates import GatedAttention, GatedModel, open_gates, swapping_init
+from .configuration import present as present  # one of the host's three functions
+from .configuration import swapping_init
+from .gates import ENTRIES, GatedAttention, GatedModel, open_gates
 
 START_SCALE = 1.0
 
@@ -92,9 +94,11 @@ class WanTransformer3DModel(GatedModel, host.WanTransformer3DModel):
     whatever the load's `torch_dtype`.
 
     Args:
-        frame_gdn: arguments of `SwapOptions`; the others are the host's.
+        gdn_blocks: `blocks` of `swap`.
+        start_scale, chunk_frames: as in `swap`.
+        frame_gdn: the three as a mapping, as earlier versions saved them; the other arguments are the host's.
     """
 
     _keep_in_fp32_modules = [*host.WanTransformer3DModel._keep_in_fp32_modules, "A_log", "dt_bias"]
 
-    __init__ = swapping_init(host.WanTransformer3DModel.__init__, replace)
+    __init__ = swapping_init(host.WanTransformer3DModel.__init__, replace, *ENTRIES)

@@ -13,7 +13,7 @@ from tests.hosts.warm_start import tiny_inputs, tiny_model
 def test_every_fourth_block_stays_softmax_unless_others_were_chosen(blocks, swapped) -> None:
     model = swap(tiny_model("wan", num_layers=5), blocks=blocks)
     assert [i for i, block in enumerate(model.blocks) if block.attn1.has_gates] == swapped
-    assert model.config.frame_gdn["blocks"] == swapped
+    assert model.config.gdn_blocks == swapped
 
 
 def test_a_new_block_is_no_approximation_of_softmax_and_says_so() -> None:
