@@ -48,6 +48,7 @@ from frame_gdn import FrameGDNRolloutPipeline, parallelize
 from frame_gdn.hosts import SwapOptions
 from models import VideoDiT
 from training.checkpoints import Checkpoints, Metrics, sole_run
+from training.cli import one_line
 from training.config import TrainConfig, parse_config
 from training.data import VideoLatents
 from training.evaluation import check_continuation, continuation_psnr, continue_clip
@@ -484,4 +485,4 @@ if __name__ == "__main__":
         is_launched = bool({"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys())
         sys.exit(main(options, __launcher__ if is_launched else None))
     except (ValueError, FloatingPointError, OSError, RankError) as error:
-        sys.exit(f"train.py: {error}")
+        sys.exit(f"train.py: {one_line(error)}")

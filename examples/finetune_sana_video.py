@@ -40,6 +40,8 @@ def main() -> None:
     parser.add_argument("--shards", help="a folder of safetensors shards, with --model")
     parser.add_argument("--output_dir", default="runs/sana_video")
     args, options = parser.parse_known_args()
+    if args.model and not args.shards:
+        parser.error("--model needs --shards, what it is trained on")
 
     with tempfile.TemporaryDirectory() as folder:
         if args.tiny:
@@ -54,7 +56,8 @@ def main() -> None:
             *options,
         ]
         print(shlex.join(command), flush=True)
-        subprocess.run(command, check=True)
+        if status := subprocess.run(command).returncode:
+            sys.exit(status)  # train.py has said why
 
     output_dir = Path(args.output_dir)
     losses = [json.loads(line)["loss"] for line in (output_dir / "metrics.jsonl").read_text().splitlines()]

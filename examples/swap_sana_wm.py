@@ -35,11 +35,17 @@ def main() -> None:
     parser.add_argument("--height", type=int, help="of a latent frame; default 22, or 8 with --tiny")
     parser.add_argument("--width", type=int, help="of a latent frame; default 40, or 8 with --tiny")
     args = parser.parse_args()
+    for name in ("num_frames", "height", "width"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
-    model = random_model() if args.tiny else load(args.model, dtype)
+    try:
+        model = random_model() if args.tiny else load(args.model, dtype)
+    except OSError as error:
+        parser.error(f"--model {args.model} holds no SanaWMTransformer3DModel: {' '.join(str(error).split())}")
     model.to(device, dtype).eval()
     height, width = args.height or (8 if args.tiny else 22), args.width or (8 if args.tiny else 40)
     inputs = random_inputs(model, args.num_frames, height, width)

@@ -47,6 +47,9 @@ class Range:
         return " and ".join(f"{word} {end}" for word, end in ends.items() if end is not None) or "finite"
 
 
+LARGEST_INT = 2**32
+"""Above all whole numbers that an option takes."""
+
 COUNT = Range(at_least=1)
 NOT_NEGATIVE = Range(at_least=0)
 SHARE = Range(at_least=0, at_most=1)
@@ -172,6 +175,8 @@ class TrainConfig(ObjectiveConfig, OptimizationConfig, RunConfig):
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value not in numbers:
                 wanted = numbers if -math.inf < value < math.inf else Range()
                 raise ValueError(f"{f.name} must be {wanted}, got {value}")
+            if hints[f.name] in (int, int | None) and value is not None and value >= LARGEST_INT:
+                raise ValueError(f"{f.name} must be below {LARGEST_INT}, got {value}")
             if value == "":
                 raise ValueError(f"{f.name} must not be empty")
             setattr(self, f.name, value)

@@ -6,6 +6,7 @@ row for each clip: the film on the left, the clip itself on the right) and `demo
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -27,6 +28,7 @@ from torch import Tensor
 from frame_gdn import FrameGDNRolloutPipeline
 from models import VideoDiT
 from training.checkpoints import read_metrics
+from training.cli import run
 from training.config import TrainConfig, parse_config
 from training.data import VideoLatents
 from training.evaluation import continuation_psnr, continue_clip
@@ -65,7 +67,8 @@ def train() -> None:
     command = [sys.executable, "-m", "accelerate.commands.launch", *launch, "--dynamo_backend=no", "train.py"]
     command += ["--config", str(CONFIG.relative_to(ROOT)), "--resume_from_checkpoint", "latest"]
     on_cpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # whatever the machine has, two processes need no two GPUs
-    subprocess.run(command, cwd=ROOT, check=True, env=on_cpu)
+    if status := subprocess.run(command, cwd=ROOT, env=on_cpu).returncode:
+        sys.exit(status)  # what went wrong is said by then
 
 
 def plot_loss(output_dir: Path) -> dict[str, Any]:
@@ -117,4 +120,5 @@ def side_by_side(film: Tensor, truth: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    main()
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()  # it takes no options
+    run("training.demo", main)

@@ -10,7 +10,6 @@ simply be repeated.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
+from training.cli import positive, run, whole
 from training.data import encode_videos, list_videos
 from training.latents import VaeCodec
 from training.video import ClipSpec
@@ -54,13 +54,13 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
     parser.add_argument("--pretrained_model_name_or_path", required=True, help="folder or hub name, diffusers' layout")
     parser.add_argument("--videos", required=True, help="folder of video files")
     parser.add_argument("--output_dir", required=True, help="folder for the shards")
-    parser.add_argument("--height", type=int, default=480)
-    parser.add_argument("--width", type=int, default=832)
-    parser.add_argument("--num_frames", type=int, default=81, help="frames a clip: 1 + k times the VAE's ratio")
-    parser.add_argument("--stride", type=int, help="frames from one clip to the next (default: num_frames)")
-    parser.add_argument("--fps", type=float, help="frames a second of the clips (default: each file's own)")
+    parser.add_argument("--height", type=whole(1), default=480)
+    parser.add_argument("--width", type=whole(1), default=832)
+    parser.add_argument("--num_frames", type=whole(1), default=81, help="frames a clip: 1 + k times the VAE's ratio")
+    parser.add_argument("--stride", type=whole(1), help="frames from one clip to the next (default: num_frames)")
+    parser.add_argument("--fps", type=positive, help="frames a second of the clips (default: each file's own)")
     parser.add_argument("--captions", action="store_true", help="encode the text beside each video as its prompt")
-    parser.add_argument("--max_sequence_length", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--max_sequence_length", type=whole(1), default=512, help="tokens of a prompt")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the models")
     parser.add_argument("--storage_dtype", choices=("float32", "bfloat16", "float16"), default="float16")
     args = parser.parse_args(argv)
@@ -83,8 +83,5 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
 
 
 if __name__ == "__main__":
-    try:
-        written = main()
-    except ValueError as error:
-        sys.exit(f"training.encode: {error}")
+    written = run("training.encode", main)
     print(f"{len(written)} shards")

@@ -69,6 +69,9 @@ class ClipSpec:
     fps: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("height", "width", "num_frames"):
+            if getattr(self, name) is None:
+                raise ValueError(f"{name} must be a whole number, got None")
         _check_options(**vars(self))
 
 
