@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from . import checks, functional, parallel
+from .agreement import Call
 from .kernels import plain
 from .kernels.backends import pick_backend
 from .kernels.types import Inputs, accumulation_dtype
@@ -139,7 +140,8 @@ def bidirectional_gdn(
             for.
     """
     positions = chunk_frames not in (None, 1) or output_final_state
-    with parallel.checked(group, due=check or (positions and frames_per_rank is None)):
+    counted = output_final_state and mask is not None  # then the ranks add up their active frames
+    with parallel.checked(group, due=check or counted or (positions and frames_per_rank is None)):
         rank, size = parallel.rank_and_size(group)
         B, T, H, D = _check(q, k, v, beta, decay, q_rot, k_rot, rotary, mask, initial_state)
         checks.integer("chunk_frames", chunk_frames, 1, optional=True)
@@ -148,24 +150,30 @@ def bidirectional_gdn(
             checks.flag(name, value)
         parallel.check_frames_per_rank(frames_per_rank, T, group)
         kernels = pick_backend(backend, q, precision)
-    rotated = [rotary is not None or x is not None for x in (q_rot, k_rot)]
-    counted = output_final_state and mask is not None  # then the ranks add up their active frames
-    flags = normalize + 2 * output_final_state + 4 * rotated[0] + 8 * rotated[1] + 16 * counted
-    counts = parallel.agree(
-        parallel.Call("bidirectional_gdn", B, H, D, q.dtype, flags, T, chunk_frames or 0),
-        group,
-        frames_per_rank,
-        positions=positions,
-        check=check,
+        rotated = ["None" if rotary is None and x is None else "given" for x in (q_rot, k_rot)]
+        facts = {
+            "B": B, "H": H, "D": D, "dtype": q.dtype, "q_rot": rotated[0], "k_rot": rotated[1],
+            "normalize": normalize, "eps": float(eps), "chunk_frames": chunk_frames,
+            "output_final_state": output_final_state, "backend": backend, "precision": precision,
+        }  # fmt: skip
+        if output_final_state:
+            facts["mask"] = "None" if mask is None else "given"
+        consumed: object = "None" if initial_state is None else initial_state.frames
+        if initial_state is None and rank and not output_final_state:
+            consumed = None  # only the first rank needs the state, so that this one cannot tell
+        partial = {"tokens a frame": q.shape[1] // T if T else None, "initial_state.frames": consumed}
+        call = Call("bidirectional_gdn", facts, T, partial)
+        active = mask.sum(1).tolist() if counted and mask is not None else None
+    counts, frames, call = parallel.agree(
+        call, group, frames_per_rank, positions=positions, check=check, active=active
     )
     ends, passes = chunk_ends(chunk_frames, T, rank, counts)
-    consumed = active_frames(mask, T, group, counts) if output_final_state else 0
 
     S0 = z0 = None
     if initial_state is not None:
         wide = accumulation_dtype(q.dtype)
         S0, z0 = initial_state.S.to(wide), initial_state.z.to(wide) if normalize else None
-        consumed += initial_state.frames
+        frames = (frames or 0) + initial_state.frames
     cos = sin = None
     if rotary is not None and kernels is plain:
         q_rot, k_rot = (functional.rotary(x, *rotary, backend="torch") for x in (q, k))
@@ -177,28 +185,12 @@ def bidirectional_gdn(
     if torch.compiler.is_compiling() and size == 1:
         out, S, z = compiled_gdn_scan(x, S0, z0, normalize, eps, chunk_frames, backend, precision)
     else:
-        options = GDNOptions(normalize, eps, chunk_frames != 1, ends, passes, group, output_final_state, kernels)
+        options = GDNOptions(normalize, eps, chunk_frames != 1, ends, passes, group, output_final_state, kernels, call)
         out, S, z = gdn_scan(x, S0, z0, options)
     if S is None or not output_final_state:
         return out, None
-    return out, GDNState(S, S.new_zeros(B, H, D) if z is None else z, consumed)
-
-
-def active_frames(mask: Tensor | None, frames: int, group: ProcessGroup | None, counts: Sequence[int] | None) -> int:
-    """How many active frames the whole clip holds; without a mask no look at the device is needed.
-
-    Raises ValueError, on every rank alike, where the samples of the batch differ.
-    """
-    if mask is None:
-        return sum(counts) if counts is not None else frames
-    per_sample = [int(n) for n in mask.sum(1).tolist()]
-    if group is not None and parallel.rank_and_size(group)[1] > 1:
-        per_sample = [sum(ranks) for ranks in zip(*parallel.gather_ints(per_sample, group), strict=True)]
-    if len(set(per_sample)) > 1:
-        raise ValueError(
-            f"a state was asked for, but the samples have different counts of active frames: {per_sample}"
-        )
-    return per_sample[0] if per_sample else 0
+    assert frames is not None
+    return out, GDNState(S, S.new_zeros(B, H, D) if z is None else z, frames)
 
 
 def check_rotary(rotary: tuple[Tensor, Tensor], tokens: int, head_dim: int, beside: tuple[str, Tensor]) -> None:

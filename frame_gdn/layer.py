@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from . import checks, functional, parallel
+from .agreement import Call
 from .gdn import GDNState, bidirectional_gdn, check_rotary, check_state
-from .kernels.backends import BACKENDS
+from .kernels.backends import BACKENDS, pick_backend
 from .parallel import FrameSharded
 
 #: Where SiLU is 1: an output gate with this bias and no weight lets everything through.
@@ -171,21 +172,24 @@ class BidirectionalGDN(FrameSharded):
             S = self._check(x, num_frames, rotary, mask, state)
             rank, size = parallel.rank_and_size(self.group)
             parallel.check_frames_per_rank(frames_per_rank, num_frames, self.group)
-        B, N, C = x.shape
-        H, D = self.num_heads, self.head_dim
-        flags = output_final_state + 2 * (output_final_state and mask is not None)
-        counts = parallel.agree(
-            parallel.Call("BidirectionalGDN", B, H, D, x.dtype, flags, num_frames, chunk_frames or 0),
-            self.group,
-            frames_per_rank,
-            positions=True,
-            check=False,
-        )
+            pick_backend(self.backend, x[..., :1])
+            B, N, C = x.shape
+            H, D = self.num_heads, self.head_dim
+            facts = {
+                "B": B, "H": H, "D": D, "dtype": x.dtype, "conv_kernel_size": self.conv_kernel_size,
+                "norm_eps": self.q_norm.eps, "eps": float(self.eps), "rotary": "None" if rotary is None else "given",
+                "state.frames": None if state is None else state.frames,
+                "output_final_state": output_final_state, "chunk_frames": chunk_frames, "backend": self.backend,
+            }  # fmt: skip
+            if output_final_state:
+                facts["mask"] = "None" if mask is None else "given"
+            call = Call("BidirectionalGDN", facts, num_frames, {"tokens a frame": S if num_frames else None})
+        counts, _, call = parallel.agree(call, self.group, frames_per_rank, positions=True, check=False)
         assert counts is not None
         # An empty shard cannot tell the size of a frame: a state's tail needs it, rank 0's past too.
         if size > 1 and 0 in counts and (output_final_state or counts[0] == 0):
             assert self.group is not None
-            S = max(row[0] for row in parallel.gather_ints([S if num_frames else 0], self.group))
+            S = max(row[0] for row in parallel.gather_ints([S if num_frames else 0], self.group, call))
 
         if mask is not None:
             x = torch.where(mask.repeat_interleave(S, 1, output_size=N).unsqueeze(-1), x, 0.0)
@@ -193,7 +197,7 @@ class BidirectionalGDN(FrameSharded):
         conv_tail = None
         if self.conv_k is not None:
             k, conv_tail = self._convolve(
-                k.reshape(B, num_frames, S, C), mask, state, output_final_state, chunk_frames, counts
+                k.reshape(B, num_frames, S, C), mask, state, output_final_state, chunk_frames, counts, call
             )
             k = k.flatten(1, 2)
         q, k = self.q_norm(q, backend=self.backend), self.k_norm(k, (D * max(S, 1)) ** -0.5, self.backend)
@@ -224,6 +228,7 @@ class BidirectionalGDN(FrameSharded):
         output_tail: bool,
         chunk_frames: int | None,
         counts: Sequence[int],
+        call: Call,
     ) -> tuple[Tensor, Tensor | None]:
         """The short convolution of keys (B, T, S, C) with its halo, and the tail of raw keys that a state carries on.
 
@@ -236,7 +241,7 @@ class BidirectionalGDN(FrameSharded):
         total = sum(counts)
         ends = [total] * B
         if output_tail and mask is not None:
-            ends = _last_active(mask, self.group, counts)
+            ends = _last_active(mask, self.group, counts, call)
         came = None if state is None or state.conv_tail is None else state.conv_tail.to(k.dtype)
         if self.group is None or size == 1:
             out = self.conv_k(k, came, None, chunk_frames, 0, self.backend)
@@ -261,7 +266,7 @@ class BidirectionalGDN(FrameSharded):
             wanted.append(sorted((near if count else set()) | set(tails_at)))
             first += count
         held_counts = [count + width * (r == 0) for r, count in enumerate(counts)]
-        fetched = parallel.fetch_frames(held, wanted, self.group, held_counts)
+        fetched = parallel.fetch_frames(held, wanted, self.group, held_counts, call)
         mine = wanted[rank]
 
         def frames(first: int, stop: int) -> Tensor:  # they follow one another in what was fetched
@@ -310,7 +315,7 @@ class BidirectionalGDN(FrameSharded):
         return S
 
 
-def _last_active(mask: Tensor, group: ProcessGroup | None, counts: Sequence[int]) -> list[int]:
+def _last_active(mask: Tensor, group: ProcessGroup | None, counts: Sequence[int], call: Call) -> list[int]:
     """By sample, how many frames of the clip there are up to its last active one."""
     rank, size = parallel.rank_and_size(group)
     positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
@@ -318,7 +323,7 @@ def _last_active(mask: Tensor, group: ProcessGroup | None, counts: Sequence[int]
     start = sum(counts[:rank])
     ends = [start + n if n else 0 for n in local]
     if group is not None and size > 1:
-        ends = [max(ranks) for ranks in zip(*parallel.gather_ints(ends, group), strict=True)]
+        ends = [max(ranks) for ranks in zip(*parallel.gather_ints(ends, group, call), strict=True)]
     return ends
 
 

@@ -7,6 +7,8 @@ takes part in every collective, in the same order, whatever it holds.
 
 import contextlib
 import copy
+import math
+import struct
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from . import checks
+from . import agreement, checks
+from .agreement import Call
 from .kernels.types import accumulation_dtype
 
 GATHERS = ("collective", "list", "p2p")
@@ -61,72 +64,138 @@ def rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
 
 # --- agreement --------------------------------------------------------------------------------------------------
 
-_met_before: "weakref.WeakSet[ProcessGroup]" = weakref.WeakSet()
-_FIELDS = ("call", "B", "H", "D", "dtype", "flags", "k")
-_CALLS = ("cp_frame_gdn_scan", "bidirectional_gdn", "BidirectionalGDN", "other")
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+#: The groups whose ranks have agreed on a call: a handshake is due on the first. It holds no group alive.
+_agreed_before: "weakref.WeakSet[ProcessGroup]" = weakref.WeakSet()
+
+HOW_TO_FIND_OUT = (
+    "where every rank is alive, their calls may differ in something that changes a message's size. To see in what, "
+    "call bidirectional_gdn with check=True, anything else without frames_per_rank, or either with a new group"
+)
 
 
-class Call(NamedTuple):
-    """What the ranks of a group must agree on. `flags` and `k` are the call's options and its chunk or truncation
-    length."""
+class Agreed(NamedTuple):
+    """What a handshake told. counts: every rank's frames by rank, None where nobody needs them and nobody said.
+    active: frames of the whole clip that are no padding. call: what later messages of this call are compared by."""
 
-    name: str
-    B: int
-    H: int
-    D: int
-    dtype: torch.dtype
-    flags: int
+    counts: list[int] | None
+    active: int | None
+    call: Call
+
+
+class _Row(NamedTuple):
+    """One rank's part of a handshake: its text is a call's facts or, refused, the error. digest: of all facts, since a
+    long text is cut. values: what else the call sends."""
+
+    refused: bool
     frames: int
-    k: int
+    digest: int
+    text: str
+    values: list[int]
 
 
 @contextlib.contextmanager
 def checked(group: ProcessGroup | None, *, due: bool = False) -> Iterator[None]:
-    """Checks of one rank's input, made so that a ValueError on one rank is one on all where a handshake is due.
+    """Checks of one rank's input, made so that an error on one rank is one on all where a handshake is due.
 
-    Inside, raise ValueError freely. On a group's first call, and where the call makes a handshake `due` anyway, the
-    ranks that found nothing wrong are in `agree` by then, and learn there that a peer refused.
+    Inside, raise freely. On a group's first call, and where the call makes a handshake `due` anyway, the ranks that
+    found nothing wrong are in `agree` by then, and learn there that a peer refused, and why.
     """
     try:
         yield
-    except ValueError:
-        _, size = rank_and_size(group)
-        if group is not None and size > 1 and (due or group not in _met_before):
-            gather_ints([1] + [0] * (len(_FIELDS) + 1), group)
+    except Exception as error:
+        waited_for = isinstance(group, ProcessGroup) and dist.get_rank(group) >= 0 and dist.get_world_size(group) > 1
+        if waited_for and group is not None and (due or group not in _agreed_before):
+            said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            with contextlib.suppress(RuntimeError):  # of the transport: this rank's own error says more
+                _gather_rows(_Row(True, 0, 0, said, [0, 0]), group)
         raise
 
 
 def agree(
-    call: Call, group: ProcessGroup | None, frames_per_rank: Sequence[int] | None, *, positions: bool, check: bool
-) -> list[int] | None:
-    """Every rank's frame count, by rank; None where nobody needs it and nobody said.
+    call: Call,
+    group: ProcessGroup | None,
+    frames_per_rank: Sequence[int] | None,
+    *,
+    positions: bool,
+    check: bool,
+    active: Sequence[int] | None = None,
+) -> Agreed:
+    """Find out whether all ranks make the same call, where a handshake (one message of fixed size) is due.
 
-    A handshake (one fixed-size message) takes place on a group's first call, with check=True, and where `positions`
-    are needed but `frames_per_rank` was not given. Disagreement is a ValueError on every rank.
+    It is due on a group's first call, with check=True, where `positions` are needed but `frames_per_rank` was not
+    given, and where `active` is: by sample, how many of the frames here are no padding; None for all of them.
+
+    Raises ValueError, on every rank alike, where a rank refused its input, the calls differ, `frames_per_rank` is not
+    what the ranks hold, or the clip's samples have different counts of active frames.
     """
     rank, size = rank_and_size(group)
     if group is None or size == 1:
-        return [call.frames]
-    if not (check or group not in _met_before or (positions and frames_per_rank is None)):
-        return None if frames_per_rank is None else list(frames_per_rank)
-    dtype = _DTYPES.index(call.dtype) if call.dtype in _DTYPES else -1
-    fields = [_CALLS.index(call.name), call.B, call.H, call.D, dtype, call.flags, call.k]
-    table = gather_ints([0, *fields, call.frames], group)
-    refused = [r for r, row in enumerate(table) if row[0]]
-    if refused:
-        raise ValueError(f"rank {refused[0]} of the group refused its input, see its error; rank {rank} stops with it")
-    for i, field in enumerate(_FIELDS, start=1):
-        values = [row[i] for row in table]
-        if len(set(values)) > 1:
-            names = {"call": _CALLS, "dtype": _DTYPES}.get(field)
-            shown = values if names is None else [names[value] for value in values]
-            raise ValueError(f"the ranks of the group disagree on {field}: rank by rank it is {shown}")
-    frames = [row[-1] for row in table]
-    if frames_per_rank is not None and list(frames_per_rank) != frames:
-        raise ValueError(f"frames_per_rank says {list(frames_per_rank)}, the ranks hold {frames} frames")
-    _met_before.add(group)
-    return frames
+        if active is not None and len(set(active)) > 1:
+            raise ValueError(_different_counts(active))
+        return Agreed([call.frames], call.frames if active is None else next(iter(active), 0), call)
+    counts = None if frames_per_rank is None else list(frames_per_rank)
+    total_active = None
+    if check or active is not None or group not in _agreed_before or (positions and counts is None):
+        said = call._replace(partial={**call.partial, "frames_per_rank": counts})
+        values = [0, 0] if not active else [active[0], _weighted_sum(active)]
+        rows = _compared(said, values, group)
+        counts = [row.frames for row in rows]
+        if active is not None:
+            total_active = sum(row.values[0] for row in rows)
+            weighted = sum(row.values[1] for row in rows) - total_active * _weighted_sum([1] * len(active))
+            if weighted % _PRIME:  # they differ: tell how
+                by_rank = gather_ints(active, group)
+                raise ValueError(_different_counts([sum(ranks) for ranks in zip(*by_rank, strict=True)]))
+        _agreed_before.add(group)
+    if active is None and counts is not None:
+        total_active = sum(counts)
+    return Agreed(counts, total_active, call.also(frames_per_rank=counts) if positions else call)
+
+
+#: Counts of a batch are compared by their sum, each weighted by a power of this prime's primitive root.
+_PRIME = 2**31 - 1
+
+
+def _weighted_sum(counts: Sequence[int]) -> int:
+    return sum(count * pow(7, sample + 1, _PRIME) for sample, count in enumerate(counts)) % _PRIME
+
+
+def _different_counts(counts: Sequence[int]) -> str:
+    return f"a state was asked for, but the samples have different counts of active frames: {list(counts)}"
+
+
+def _compared(call: Call, values: Sequence[int], group: ProcessGroup) -> list[_Row]:
+    """Every rank's row, by rank, if all make the same call."""
+    rank, _ = rank_and_size(group)
+    own = call._replace(partial=dict.fromkeys(call.partial))
+    rows = _gather_rows(_Row(False, call.frames, own.digest(), call.text(), list(values)), group)
+    for r, row in enumerate(rows):
+        if row.refused:
+            raise ValueError(f"rank {r} of the group refused its input, rank {rank} stops with it: {row.text}")
+    found = agreement.disagreement([row.text for row in rows])
+    if found is None and len({row.digest for row in rows}) > 1:
+        found = f"their call beyond the first {agreement.TEXT_BYTES} bytes of its description"
+    if found is not None:
+        raise ValueError(f"the ranks of the group disagree on {found}")
+    frames = [row.frames for row in rows]
+    for r, row in enumerate(rows):
+        said = agreement.value_of("frames_per_rank", row.text)
+        if said not in (None, agreement.UNKNOWN, str(frames)):
+            raise ValueError(f"frames_per_rank is {said} on rank {r}, but the ranks hold {frames} frames")
+    return rows
+
+
+def _gather_rows(row: _Row, group: ProcessGroup) -> list[_Row]:
+    """Every rank's row, by rank, in one small all-gather, whose size depends on the number of values alone."""
+    size = agreement.TEXT_BYTES
+    text = struct.unpack(f"<{size // 8}q", row.text.encode()[:size].ljust(size, b"\0"))
+    rows = []
+    for refused, frames, digest, *rest in gather_ints(
+        [row.refused, row.frames, row.digest, *text, *row.values], group
+    ):
+        encoded = struct.pack(f"<{size // 8}q", *rest[: size // 8]).rstrip(b"\0")
+        rows.append(_Row(bool(refused), frames, digest, encoded.decode(errors="ignore"), rest[size // 8 :]))
+    return rows
 
 
 def check_frames_per_rank(frames_per_rank: Sequence[int] | None, frames: int, group: ProcessGroup | None) -> None:
@@ -142,26 +211,33 @@ def check_frames_per_rank(frames_per_rank: Sequence[int] | None, frames: int, gr
         )
 
 
-def gather_ints(values: Sequence[int], group: ProcessGroup) -> list[list[int]]:
-    """Every rank's integers, by rank: one tiny all-gather, on the CPU where the group can do that."""
+def gather_ints(values: Sequence[int], group: ProcessGroup, call: Call | None = None) -> list[list[int]]:
+    """Every rank's integers, by rank: one tiny all-gather, on the CPU where the group can do that.
+
+    With a call the ranks compare it by the way, as in a handshake, and raise ValueError where it differs.
+    """
+    if call is not None:
+        return [row.values for row in _compared(call, values, group)]
     on_cpu = "cpu:" in dist.get_backend_config(group)
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     mine = torch.tensor(list(values), dtype=torch.int64, device=device)
     everyone = mine.new_empty(dist.get_world_size(group) * len(values))
-    dist.all_gather_into_tensor(everyone, mine, group=group)
+    with _message("a handshake"):
+        dist.all_gather_into_tensor(everyone, mine, group=group)
     return [[int(value) for value in row] for row in everyone.view(-1, len(values)).tolist()]
 
 
-def frames_of_ranks(
-    frames: int, group: ProcessGroup | None, frames_per_rank: Sequence[int] | None = None
-) -> list[int]:
-    """Every rank's frame count: what the caller said, else asked in one tiny exchange (none without a group)."""
-    check_frames_per_rank(frames_per_rank, frames, group)
-    if frames_per_rank is not None:
-        return list(frames_per_rank)
-    if group is None or rank_and_size(group)[1] == 1:
-        return [frames]
-    return [row[0] for row in gather_ints([frames], group)]
+@contextlib.contextmanager
+def _message(what: str) -> Iterator[None]:
+    """What a transport says of a failure, with what may be behind it."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise type(error)(
+            f"{what} between the ranks failed; {HOW_TO_FIND_OUT}. The transport says: {error}"
+        ) from error
 
 
 # --- the exchange of states -------------------------------------------------------------------------------------
@@ -194,6 +270,7 @@ def exchange(
     leftward_open: Sequence[bool] | None = None,
     leftward_initial: Sequence[Tensor] = (),
     total: bool = False,
+    call: Call | None = None,
 ) -> Arrivals:
     """Compose the shards' actions on the states that pass through them: X -> X M + h going right, X -> X Mᵀ + h left.
 
@@ -205,15 +282,18 @@ def exchange(
         rightward_open, leftward_open: by rank, whether the shard lets a state pass at all (False: M counts as 0).
         leftward_initial: this rank's share of what enters the leftward chain at its start; summed over ranks.
         total: also return the rightward chain's end.
+        call: what the message belongs to. Where another rank's call differs, every state in the result is NaN, also
+            that which enters the first shard, which is zero otherwise. The host does not wait for it.
     """
     rank, size = rank_and_size(group)
     if size > MAX_GATHER_RANKS:
         return _exchange_in_rounds(
-            transitions, rightward, leftward, group, rightward_open, leftward_open, leftward_initial, total
+            transitions, rightward, leftward, group, rightward_open, leftward_open, leftward_initial, total, call
         )
     chains = len(transitions)
     sent = [*([] if kept else transitions), *rightward, *leftward, *leftward_initial]
-    received = _gather_packed(sent, group, gather)
+    # A header comes first: of a message that is shorter than this rank's own, it has arrived.
+    headers, *received = _gather_packed([_header(call, sent[0]), *sent], group, gather)
     M = list(kept) or received[:chains]
     received = received if kept else received[chains:]
     rights, received = received[: len(rightward)], received[len(rightward) :]
@@ -230,7 +310,14 @@ def exchange(
         if initials:
             A, h = torch.cat([torch.zeros_like(A[:1]), A]), torch.cat([initials[i].sum(0, keepdim=True), h])
         left_in.append(_fold(A[: len(A) - rank - 1], h[: len(h) - rank - 1]))
+    if call is not None:
+        poison = agreement.poison(agreement.merged(headers))
+        right_in, left_in, totals = ([t + poison for t in states] for states in (right_in, left_in, totals))
     return Arrivals(right_in, left_in, totals, M)
+
+
+def _header(call: Call | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if call is None else call.header(like)
 
 
 def _closed(M: Tensor, is_open: Sequence[bool] | None) -> Tensor:
@@ -240,16 +327,25 @@ def _closed(M: Tensor, is_open: Sequence[bool] | None) -> Tensor:
 
 
 def _fold(A: Tensor, h: Tensor) -> Tensor:
-    """The state after a chain of shards, from zero: a tree of depth ceil(log2 n). A (n, ..., D, D), h (n, ..., R,
-    D)."""
+    """The state after a chain of shards, from zero: a tree of depth ceil(log2 n). A (n, ..., D, D), h (n, ..., R, D).
+
+    In float64: what is composed is small, and no switch of torch lowers the precision of such a product.
+    """
     if len(h) == 0:
         return h.new_zeros(h.shape[1:])
+    dtype = h.dtype
+    if len(h) > 1:
+        A, h = A.double(), h.double()
     while len(h) > 1:
         even = len(h) // 2 * 2
         first, second = slice(0, even, 2), slice(1, even, 2)
-        h = torch.cat([h[first] @ A[second] + h[second], h[even:]])
-        A = torch.cat([A[first] @ A[second], A[even:]]) if len(h) > 1 else A
-    return h[0]
+        h = torch.cat([_product(h[first], A[second]) + h[second], h[even:]])
+        A = torch.cat([_product(A[first], A[second]), A[even:]]) if len(h) > 1 else A
+    return h[0].to(dtype)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.einsum("...ij,...jk->...ik", a, b)
 
 
 def _gather_packed(tensors: Sequence[Tensor], group: ProcessGroup, gather: str) -> list[Tensor]:
@@ -257,14 +353,15 @@ def _gather_packed(tensors: Sequence[Tensor], group: ProcessGroup, gather: str) 
     size = dist.get_world_size(group)
     mine = _pack(tensors)
     everyone = mine.new_empty(size, mine.numel())
-    if gather == "collective":
-        dist.all_gather_into_tensor(everyone.view(-1), mine, group=group)
-    elif gather == "list":
-        dist.all_gather(list(everyone.unbind(0)), mine, group=group)
-    else:
-        rank = dist.get_rank(group)
-        everyone[rank] = mine
-        _point_to_point([(peer, mine, everyone[peer]) for peer in range(size) if peer != rank], group)
+    with _message("an exchange of states"):
+        if gather == "collective":
+            dist.all_gather_into_tensor(everyone.view(-1), mine, group=group)
+        elif gather == "list":
+            dist.all_gather(list(everyone.unbind(0)), mine, group=group)
+        else:
+            rank = dist.get_rank(group)
+            everyone[rank] = mine
+            _point_to_point([(peer, mine, everyone[peer]) for peer in range(size) if peer != rank], group)
     pieces = everyone.split([t.numel() for t in tensors], dim=1)
     return [piece.reshape(size, *t.shape) for piece, t in zip(pieces, tensors, strict=True)]
 
@@ -288,16 +385,18 @@ def _exchange_in_rounds(
     leftward_open: Sequence[bool] | None,
     leftward_initial: Sequence[Tensor],
     total: bool,
+    call: Call | None,
 ) -> Arrivals:
     """The same as an exclusive scan in ceil(log2 P) rounds, both ways at once: after round i a rank knows 2^(i+1) - 1
     neighbours.
 
-    Every rank joins every round: a round is one all_to_all_single, in which a rank writes only to rank ± 2^i.
+    Every rank joins every round: a round is one all_to_all_single, in which a rank writes only to rank ± 2^i. With
+    the composites travels the header of all ranks that they are of, so that in the end every rank has seen all.
     """
     rank, size = rank_and_size(group)
     start: list[Tensor] = []
     if leftward_initial:
-        start = sum_over_ranks(leftward_initial, group)
+        start = sum_over_ranks(leftward_initial, group, call)
 
     def own(h: Sequence[Tensor], is_open: Sequence[bool] | None, transpose: bool) -> list[tuple[Tensor, Tensor]]:
         passes = is_open is None or is_open[rank]
@@ -306,12 +405,14 @@ def _exchange_in_rounds(
 
     right, left = own(rightward, rightward_open, False), own(leftward, leftward_open, True)
     if start and rank == size - 1:  # what enters the leftward chain enters at the last rank
-        left = [(M, X @ M + h) for (M, h), X in zip(left, start, strict=True)]
+        left = [(M, _after(X, M, h)) for (M, h), X in zip(left, start, strict=True)]
     right_before: list[tuple[Tensor, Tensor]] = []
     left_before: list[tuple[Tensor, Tensor]] = []
+    header = _header(call, transitions[0])
     distance = 1
     while distance < size:
-        from_left, from_right = _round(right, left, distance, group)
+        headers, from_left, from_right = _round(header, right, left, distance, group)
+        header = header if call is None else agreement.merged(torch.stack(headers))
         right, right_before = _join(from_left, right), _join(from_left, right_before)
         left, left_before = _join(from_right, left), _join(from_right, left_before)
         distance *= 2
@@ -322,60 +423,83 @@ def _exchange_in_rounds(
     left_in = arrived(left_before, leftward)
     if start and rank == size - 1:
         left_in = start
-    totals = broadcast([h for _, h in right], size - 1, group) if total else []
-    return Arrivals(arrived(right_before, rightward), left_in, totals, [])
+    right_in = arrived(right_before, rightward)
+    totals = broadcast([h for _, h in right], size - 1, group, call) if total else []
+    if call is not None:
+        poison = agreement.poison(header)
+        right_in, left_in, totals = ([t + poison for t in states] for states in (right_in, left_in, totals))
+    return Arrivals(right_in, left_in, totals, [])
 
 
 def _join(earlier: list[tuple[Tensor, Tensor]], later: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     if not earlier or not later:
         return earlier or later
-    return [(A @ B, h @ B + g) for (A, h), (B, g) in zip(earlier, later, strict=True)]
+    return [(_after(A, B), _after(h, B, g)) for (A, h), (B, g) in zip(earlier, later, strict=True)]
+
+
+def _after(X: Tensor, M: Tensor, h: Tensor | None = None) -> Tensor:
+    """X M + h, computed in float64, in X's dtype."""
+    after = _product(X.double(), M.double())
+    return (after if h is None else after + h).to(X.dtype)
 
 
 def _round(
-    right: list[tuple[Tensor, Tensor]], left: list[tuple[Tensor, Tensor]], distance: int, group: ProcessGroup
-) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
-    """Send the rightward composites to rank + distance and the leftward ones to rank - distance; receive likewise."""
+    header: Tensor,
+    right: list[tuple[Tensor, Tensor]],
+    left: list[tuple[Tensor, Tensor]],
+    distance: int,
+    group: ProcessGroup,
+) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+    """Send the rightward composites to rank + distance and the leftward ones to rank - distance; receive likewise.
+
+    Before either goes the header. Returns this rank's header and those that arrived, then what came from either side.
+    """
     rank, size = rank_and_size(group)
-    pack = {side: [t for pair in pairs for t in pair] for side, pairs in (("right", right), ("left", left))}
-    length = {side: sum(t.numel() for t in tensors) for side, tensors in pack.items()}
-    before, after = rank - distance, rank + distance
-    outgoing, send, receive = [], [0] * size, [0] * size
-    if before >= 0:
-        outgoing += pack["left"]
-        send[before], receive[before] = length["left"], length["right"]
-    if after < size:
-        outgoing += pack["right"]
-        send[after], receive[after] = length["right"], length["left"]
-    example = (right or left)[0][0]
-    message = _pack(outgoing) if outgoing else example.new_empty(0)
-    arrived = example.new_empty(sum(receive))
-    dist.all_to_all_single(arrived, message, receive, send, group=group)
-    from_left, from_right = arrived.split(
-        [receive[before] if before >= 0 else 0, receive[after] if after < size else 0]
-    )
-
-    def unpack(flat: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        if flat.numel() == 0:
-            return []
-        pieces = _unpack(flat, [t for pair in pairs for t in pair])
-        return list(zip(pieces[0::2], pieces[1::2], strict=True))
-
-    return unpack(from_left, right), unpack(from_right, left)
+    mine = {rank - distance: [t for pair in left for t in pair], rank + distance: [t for pair in right for t in pair]}
+    # What a neighbour sends this way is like what this rank sends the other way.
+    theirs = dict(zip(mine, reversed(mine.values()), strict=True))
+    send, receive, outgoing = [0] * size, [0] * size, []
+    for peer in mine:
+        if 0 <= peer < size:
+            outgoing += [header, *mine[peer]]
+            send[peer] = sum(t.numel() for t in (header, *mine[peer]))
+            receive[peer] = sum(t.numel() for t in (header, *theirs[peer]))
+    message = _pack(outgoing) if outgoing else header[:0]
+    arrived = message.new_empty(sum(receive))
+    with _message("an exchange of states"):
+        dist.all_to_all_single(arrived, message, receive, send, group=group)
+    headers, sides = [header], []
+    for peer, part in zip(mine, arrived.split([receive[p] if 0 <= p < size else 0 for p in mine]), strict=True):
+        pieces = _unpack(part, [header, *theirs[peer]]) if 0 <= peer < size else []
+        headers += pieces[:1]
+        sides.append(list(zip(pieces[1::2], pieces[2::2], strict=True)))
+    return headers, sides[0], sides[1]
 
 
-def broadcast(tensors: Sequence[Tensor], source: int, group: ProcessGroup) -> list[Tensor]:
-    """The source rank's tensors, on every rank, in one broadcast."""
-    packed = _pack(tensors)
-    dist.broadcast(packed, group=group, group_src=source)
-    return _unpack(packed, tensors)
+def broadcast(tensors: Sequence[Tensor], source: int, group: ProcessGroup, call: Call | None = None) -> list[Tensor]:
+    """The source rank's tensors, on every rank, in one broadcast; NaN where that rank's call differs from this one."""
+    header = _header(call, tensors[0])
+    packed = _pack([header, *tensors])
+    with _message("a broadcast"):
+        dist.broadcast(packed, group=group, group_src=source)
+    sent, *received = _unpack(packed, [header, *tensors])
+    if call is None:
+        return received
+    poison = agreement.poison(agreement.merged(torch.stack([sent, header])))
+    return [t + poison for t in received]
 
 
-def sum_over_ranks(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """Each tensor summed over the ranks, in one all-reduce."""
-    packed = _pack(tensors)
-    dist.all_reduce(packed, group=group)
-    return _unpack(packed, tensors)
+def sum_over_ranks(tensors: Sequence[Tensor], group: ProcessGroup, call: Call | None = None) -> list[Tensor]:
+    """Each tensor summed over the ranks, in one all-reduce; NaN where the ranks' calls differ."""
+    header = _header(call, tensors[0])
+    packed = _pack([header, *tensors])
+    with _message("a sum over the ranks"):
+        dist.all_reduce(packed, group=group)
+    summed, *sums = _unpack(packed, [header, *tensors])
+    if call is None:
+        return sums
+    poison = agreement.poison_of_sum(summed, header, dist.get_world_size(group))
+    return [t + poison for t in sums]
 
 
 def _pack(tensors: Sequence[Tensor]) -> Tensor:
@@ -396,35 +520,87 @@ class _FetchFrames(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: "_FetchPlan", group: ProcessGroup) -> Tensor:
-        ctx.plan, ctx.group, ctx.frames = plan, group, x.shape[1]
+    def forward(ctx: Any, x: Tensor, plan: "_FetchPlan", group: ProcessGroup, call: Call) -> tuple[Tensor, Tensor]:
+        ctx.plan, ctx.group, ctx.call, ctx.frames = plan, group, call, x.shape[1]
         frames = x.transpose(0, 1)
-        message = torch.cat([frames[:0], *(frames[first:stop] for first, stop in plan.runs)])
-        arrived = message.new_empty(sum(plan.receive), *frames.shape[1:])
-        _all_to_all(arrived, message, plan.receive, plan.send, group)
-        return arrived.transpose(0, 1).contiguous()
+        outgoing = [[frames[first:stop] for first, stop in runs] for runs in plan.runs]
+        arrived, poison = _swap_frames(outgoing, plan.receive, frames, group, call)
+        fetched = x.new_empty(x.shape[0], sum(plan.receive), *x.shape[2:])
+        for frame, piece in zip(fetched.split(plan.receive, 1), arrived, strict=True):
+            if x.is_floating_point():
+                torch.add(piece.transpose(0, 1), poison, out=frame)
+            else:
+                frame.copy_(piece.transpose(0, 1))
+        ctx.mark_non_differentiable(poison)
+        return fetched, poison
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
         plan: _FetchPlan = ctx.plan
-        message = grad.transpose(0, 1).contiguous()
-        arrived = message.new_empty(sum(plan.send), *message.shape[1:])
-        _all_to_all(arrived, message, plan.send, plan.receive, ctx.group)
-        dx = message.new_zeros(ctx.frames, *message.shape[1:], dtype=accumulation_dtype(grad.dtype))
-        pieces = arrived.split([stop - first for first, stop in plan.runs])
-        for (first, stop), piece in zip(plan.runs, pieces, strict=True):
-            dx[first:stop] += piece
-        return dx.transpose(0, 1).to(grad.dtype), None, None
+        wide = accumulation_dtype(grad.dtype)
+        outgoing = [[piece] for piece in grad.transpose(0, 1).split(plan.receive)]
+        counts = [sum(stop - first for first, stop in runs) for runs in plan.runs]
+        arrived, poison = _swap_frames(outgoing, counts, grad.transpose(0, 1), ctx.group, ctx.call.also(backward=True))
+        dx = poison.to(wide).expand(ctx.frames, *arrived[0].shape[1:]).contiguous()
+        for runs, pieces in zip(plan.runs, arrived, strict=True):
+            lengths = [stop - first for first, stop in runs]
+            for (first, stop), piece in zip(runs, pieces.split(lengths), strict=True):
+                dx[first:stop] += piece
+        return dx.transpose(0, 1).to(grad.dtype), None, None, None
 
 
 class _FetchPlan(NamedTuple):
-    """runs: which local frames are sent, as (first, stop), in the order of their receivers; send, receive: frames by
-    rank."""
+    """runs: by receiving rank, which local frames it is sent, as (first, stop); receive: by sending rank, how many
+    frames arrive from it."""
 
-    runs: list[tuple[int, int]]
-    send: list[int]
+    runs: list[list[tuple[int, int]]]
     receive: list[int]
+
+
+def _swap_frames(
+    outgoing: Sequence[Sequence[Tensor]], receive: Sequence[int], like: Tensor, group: ProcessGroup, call: Call
+) -> tuple[list[Tensor], Tensor]:
+    """One all_to_all_single of bytes, so that every dtype travels on every backend.
+
+    Args:
+        outgoing: by receiving rank, pieces of frames (n, ...).
+        receive: by sending rank, how many frames.
+        like: (any number, ...), of a frame's shape and dtype.
+
+    Returns:
+        By sending rank, its frames (n, ...); and 0, or NaN where a rank's call differs.
+    """
+    header = call.header(like.new_empty(0, dtype=torch.float32)).view(torch.uint8)
+    frame_bytes = math.prod(like.shape[1:]) * like.element_size()
+
+    def padding(frames: int) -> int:  # so that headers and frames start where their dtype can
+        return -frames * frame_bytes % 16
+
+    pieces: list[Tensor] = []
+    send: list[int] = []
+    as_bytes: dict[tuple[int, int], Tensor] = {}  # a gather sends the same frames to every rank: lay them out once
+    for runs in outgoing:
+        start = len(pieces)
+        pieces.append(header)
+        for run in runs:
+            place = (int(run.storage_offset()), len(run))
+            if place not in as_bytes:
+                as_bytes[place] = run.contiguous().view(-1).view(torch.uint8) if run.numel() else header[:0]
+            pieces.append(as_bytes[place])
+        pieces.append(header.new_zeros(padding(sum(len(run) for run in runs))))
+        send.append(sum(len(piece) for piece in pieces[start:]))
+    expected = [len(header) + frames * frame_bytes + padding(frames) for frames in receive]
+    message, arrived = torch.cat(pieces), header.new_empty(sum(expected))
+    with _message("a fetch of frames"):
+        dist.all_to_all_single(arrived, message, expected, send, group=group)
+    headers, swapped = [], []
+    for part, frames in zip(arrived.split(expected), receive, strict=True):
+        headers.append(part[: len(header)].view(torch.float32))
+        content = part[len(header) : len(header) + frames * frame_bytes]
+        shape = (frames, *like.shape[1:])
+        swapped.append(content.view(like.dtype).view(shape) if len(content) else like.new_empty(shape))
+    return swapped, agreement.poison(agreement.merged(torch.stack(headers)))
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
@@ -439,13 +615,27 @@ def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def fetch_frames(
-    x: Tensor, wanted: Sequence[Sequence[int]], group: ProcessGroup, frames_per_rank: Sequence[int]
+    x: Tensor,
+    wanted: Sequence[Sequence[int]],
+    group: ProcessGroup,
+    frames_per_rank: Sequence[int],
+    call: Call | None = None,
 ) -> Tensor:
     """The frames that this rank wants, from whoever holds them: x (B, T_local, ...) -> (B, len(wanted[rank]), ...).
 
     `wanted` holds every rank's global frame indices in rising order, the same on all ranks. Differentiable; one
     all_to_all_single forward and one backward, whatever the shards hold.
+
+    Where another rank's call or shapes differ, what is fetched is NaN in a floating dtype, and the gradient of x too;
+    another dtype cannot tell. The host does not wait for it.
     """
+    return _fetch(x, wanted, group, frames_per_rank, call or Call("fetch_frames", {}, x.shape[1]))[0]
+
+
+def _fetch(
+    x: Tensor, wanted: Sequence[Sequence[int]], group: ProcessGroup, frames_per_rank: Sequence[int], call: Call
+) -> tuple[Tensor, Tensor]:
+    """`fetch_frames`, and the scalar 0, or NaN where another rank's call differs."""
     rank, size = rank_and_size(group)
     start = sum(frames_per_rank[:rank])
     stop = start + frames_per_rank[rank]
@@ -454,23 +644,32 @@ def fetch_frames(
     for count in frames_per_rank:
         receive.append(sum(first <= index < first + count for index in wanted[rank]))
         first += count
-    plan = _FetchPlan([run for indices in outgoing for run in _runs(indices)], [len(o) for o in outgoing], receive)
-    fetched: Tensor = _FetchFrames.apply(x, plan, group)  # type: ignore[no-untyped-call]
+    plan = _FetchPlan([_runs(indices) for indices in outgoing], receive)
+    call = call.also(fetched=[_runs(indices) for indices in wanted], held=list(frames_per_rank), dtype_fetched=x.dtype)
+    call = call._replace(partial={**call.partial, "frame": _frame_shape(x)})
+    fetched: tuple[Tensor, Tensor] = _FetchFrames.apply(x, plan, group, call)  # type: ignore[no-untyped-call]
     return fetched
 
 
 def halo(
-    x: Tensor, left: int, right: int, group: ProcessGroup | None, frames_per_rank: Sequence[int] | None = None
+    x: Tensor,
+    left: int,
+    right: int,
+    group: ProcessGroup | None,
+    frames_per_rank: Sequence[int] | None = None,
+    call: Call | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The `left` frames before and the `right` frames after this shard: x (B, T_local, ...) -> two of (B, width, ...).
 
     Zeros beyond the clip. Shards shorter than the halo are fine: the frames then come from several ranks.
-    Differentiable; one all_to_all_single forward and one backward, none without a group.
+    Differentiable; one all_to_all_single forward and one backward, none without a group. Ranks that disagree: as in
+    `fetch_frames`, and as in `agree` where a handshake is due (with `frames_per_rank` on a group's first call alone).
     """
     rank, size = rank_and_size(group)
     if group is None or size == 1:
         return x.new_zeros(x.shape[0], left, *x.shape[2:]), x.new_zeros(x.shape[0], right, *x.shape[2:])
-    counts = frames_of_ranks(x.shape[1], group, frames_per_rank)
+    sides = {"left": left, "right": right}
+    counts, call = _frames_of_ranks(call or Call("halo", {}, x.shape[1]), sides, x, group, frames_per_rank)
     total, first, wanted, edges = sum(counts), 0, [], []
     for count in counts:
         before = list(range(max(first - left, 0), first)) if count else []
@@ -478,24 +677,44 @@ def halo(
         wanted.append(before + after)
         edges.append((len(before), len(after)))
         first += count
-    got_left, got_right = fetch_frames(x, wanted, group, counts).split(edges[rank], dim=1)
+    fetched, poison = _fetch(x, wanted, group, counts, call)
+    got_left, got_right = fetched.split(edges[rank], dim=1)
     padding = x.new_zeros(x.shape[0], left + right, *x.shape[2:])
+    if x.is_floating_point():
+        padding = padding + poison
     return (
         torch.cat([padding[:, : left - edges[rank][0]], got_left], 1),
         torch.cat([got_right, padding[:, : right - edges[rank][1]]], 1),
     )
 
 
-def gather_frames(x: Tensor, group: ProcessGroup | None, frames_per_rank: Sequence[int] | None = None) -> Tensor:
-    """All frames of the clip on every rank: x (B, T_local, ...) -> (B, T, ...). Backward sums the ranks' gradients."""
+def gather_frames(
+    x: Tensor, group: ProcessGroup | None, frames_per_rank: Sequence[int] | None = None, call: Call | None = None
+) -> Tensor:
+    """All frames of the clip on every rank: x (B, T_local, ...) -> (B, T, ...). Backward sums the ranks' gradients.
+
+    Ranks that disagree: as in `halo`.
+    """
     _, size = rank_and_size(group)
     if group is None or size == 1:
         return x
-    counts = frames_of_ranks(x.shape[1], group, frames_per_rank)
-    return fetch_frames(x, [range(sum(counts))] * size, group, counts)
+    counts, call = _frames_of_ranks(call or Call("gather_frames", {}, x.shape[1]), {}, x, group, frames_per_rank)
+    return _fetch(x, [range(sum(counts))] * size, group, counts, call)[0]
 
 
-def _all_to_all(arrived: Tensor, message: Tensor, receive: list[int], send: list[int], group: ProcessGroup) -> None:
-    """all_to_all_single over the first dimension, as bytes: every dtype travels on every backend."""
-    flat = [t.reshape(t.shape[0], -1) if t.numel() else t.new_empty(t.shape[0], 0) for t in (arrived, message)]
-    dist.all_to_all_single(flat[0].view(torch.uint8), flat[1].view(torch.uint8), receive, send, group=group)
+def _frames_of_ranks(
+    call: Call, options: dict[str, int], x: Tensor, group: ProcessGroup, frames_per_rank: Sequence[int] | None
+) -> tuple[list[int], Call]:
+    """Every rank's frame count, from the caller or else by a handshake, and the call with its options."""
+    with checked(group, due=frames_per_rank is None):
+        check_frames_per_rank(frames_per_rank, x.shape[1], group)
+    call = call.also(**options)._replace(frames=x.shape[1])
+    known = call._replace(partial={**call.partial, "frame": _frame_shape(x)}).also(dtype=x.dtype)
+    counts = agree(known, group, frames_per_rank, positions=True, check=False).counts
+    assert counts is not None
+    return counts, call
+
+
+def _frame_shape(x: Tensor) -> tuple[int, ...] | None:
+    """The shape of a frame with its batch, which an empty shard does not know."""
+    return (x.shape[0], *x.shape[2:]) if x.shape[1] else None

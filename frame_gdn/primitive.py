@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from . import checks, parallel
+from .agreement import Call
 from .kernels.backends import pick_backend
 from .kernels.types import accumulation_dtype
 from .scan import ScanOptions, frame_scan
@@ -70,7 +71,7 @@ def cp_frame_gdn_scan(
             call).
     """
     with parallel.checked(group, due=truncate_to_active is not None and frames_per_rank is None):
-        parallel.rank_and_size(group)
+        rank, size = parallel.rank_and_size(group)
         BH, T, D = _check(W_kv, U_kv, W_z, U_z, initial_state)
         checks.flag("reverse", reverse)
         if truncate_to_active is not None and not checks.is_integer(truncate_to_active):
@@ -78,10 +79,16 @@ def cp_frame_gdn_scan(
         checks.choice("gather", gather, parallel.GATHERS)
         parallel.check_frames_per_rank(frames_per_rank, T, group)
         kernels = pick_backend(backend, W_kv)
-    k = truncate_to_active
-    flags = int(reverse) + 2 * GATHER_FLAG[gather] + 8 * (k is not None)
-    call = parallel.Call("cp_frame_gdn_scan", BH, 1, D, W_kv.dtype, flags, T, k or 0)
-    counts = parallel.agree(call, group, frames_per_rank, positions=k is not None, check=False)
+        k = truncate_to_active
+        facts = {
+            "BH": BH, "D": D, "dtype": W_kv.dtype, "reverse": reverse, "truncate_to_active": k, "gather": gather,
+            "backend": backend,
+        }  # fmt: skip
+        given: str | None = "given" if initial_state is not None else "None"
+        if initial_state is None and rank != (size - 1 if reverse else 0):
+            given = None  # only the chain's first rank needs it, so that this one cannot tell
+        call = Call("cp_frame_gdn_scan", facts, T, {"initial_state": given})
+    counts, _, call = parallel.agree(call, group, frames_per_rank, positions=k is not None, check=False)
 
     wide = accumulation_dtype(W_kv.dtype)
     A = [W_kv.to(wide), W_z.to(wide).mT]
@@ -99,12 +106,9 @@ def cp_frame_gdn_scan(
             eye = torch.eye(D, dtype=wide, device=W_kv.device)
             A = [torch.where(keep, a, eye) for a in A]
             B = [torch.where(keep, b, 0.0) for b in B]
-    S, z, *ends = frame_scan(A, B, initial, ScanOptions(reverse, group, gather, terminal, kernels))
+    S, z, *ends = frame_scan(A, B, initial, ScanOptions(reverse, group, gather, terminal, kernels, call))
     S, z = S.to(W_kv.dtype), z.squeeze(-2).to(W_kv.dtype)
     return CpFrameGdnScanResult(S, z, ends[0], ends[1].squeeze(-2)) if ends else (S, z)
-
-
-GATHER_FLAG = {name: i for i, name in enumerate(parallel.GATHERS)}
 
 
 def _truncation(

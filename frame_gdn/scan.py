@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from . import parallel
+from .agreement import Call
 from .kernels.plain import states_before
 from .kernels.products import exact_matmul
 from .kernels.types import Backend, BuiltTransitions, Edges, Inputs, States, accumulation_dtype
@@ -35,7 +36,7 @@ def chunk_ends(
 @dataclass(frozen=True)
 class GDNOptions:
     """How one call of `gdn_scan` runs. `ends`: by local frame, is it the last of its chunk; `passes`: by rank, holds
-    no end."""
+    no end; `call`: what the ranks of a group compare their messages by, None without a group."""
 
     normalize: bool
     eps: float
@@ -45,6 +46,7 @@ class GDNOptions:
     group: ProcessGroup | None
     output_final_state: bool
     backend: Backend[Any]
+    call: Call | None = None
 
 
 class _GDNScan(torch.autograd.Function):
@@ -109,6 +111,11 @@ def _pair(*states: Tensor | None) -> list[Tensor]:
     return [state for state in states if state is not None]
 
 
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """a + b, where None is zero."""
+    return b if a is None else a if b is None else a + b
+
+
 def _filled(state: Tensor | None, x: Inputs, matrix: bool) -> Tensor:
     """A final state of its own memory (never a view of what is saved); zeros where no frame and no state made one."""
     if state is not None:
@@ -144,10 +151,11 @@ def _exchange(
         options.group,
         leftward_open=options.passes,
         total=options.output_final_state,
+        call=options.call,
     )
+    # What arrives at the first rank is 0, or NaN where the ranks make different calls.
     S, z, R, y = _edges(came.rightward, came.leftward)
-    if parallel.rank_and_size(options.group)[0] == 0:
-        S, z = entering.S, entering.z
+    S, z = _sum(entering.S, S), _sum(entering.z, z)
     return Edges(S, z, R, y), _pair(*_edges(came.total, [])[:2]), came.kept
 
 
@@ -171,6 +179,7 @@ def _exchange_adjoint(
         kept=kept,
         rightward_open=options.passes,
         leftward_initial=_rows((final.S, final.z)) if gave_final else [],
+        call=None if options.call is None else options.call.also(backward=True),
     )
     R, y, S, z = _edges(came.rightward, came.leftward)
     return Edges(S, z, R, y)
@@ -191,13 +200,14 @@ def gdn_scan(
 @dataclass(frozen=True)
 class ScanOptions:
     """How one call of `frame_scan` runs. `terminal`: (rank, local position) of the frame whose state all ranks
-    receive."""
+    receive; `call`: what the ranks of a group compare their messages by."""
 
     reverse: bool
     group: ProcessGroup | None
     gather: str
     terminal: tuple[int, int] | None
     backend: Backend[Any]
+    call: Call
 
 
 class _FrameScan(torch.autograd.Function):
@@ -223,17 +233,19 @@ class _FrameScan(torch.autograd.Function):
                     h if options.reverse else [],
                     group,
                     gather=options.gather,
+                    call=options.call,
                 )
                 kept = came.kept
-                if rank != first:
-                    entering = list(came.leftward if options.reverse else came.rightward)
+                # What arrives at the first rank is 0, or NaN where the ranks make different calls.
+                arrived = came.leftward if options.reverse else came.rightward
+                entering = [_sum(own, other) for own, other in zip(entering, arrived, strict=True)]
             X = steps.scans(A, B, entering)
             ends: list[Tensor] = []
             if options.terminal is not None:
                 owner, position = options.terminal
                 ends = [x[:, position].clone() if rank == owner else x.new_empty(x.shape[0], *x.shape[2:]) for x in X]
                 if group is not None and size > 1:
-                    ends = parallel.broadcast(ends, owner, group)
+                    ends = parallel.broadcast(ends, owner, group, options.call.also(terminal=True))
         ctx.options, ctx.kept = options, len(kept)
         ctx.save_for_backward(*A, *X, *entering, *kept)
         return (*X, *ends)
@@ -251,7 +263,7 @@ class _FrameScan(torch.autograd.Function):
             if options.terminal is not None:
                 owner, position = options.terminal
                 if group is not None and size > 1:
-                    ends = parallel.sum_over_ranks(ends, group)
+                    ends = parallel.sum_over_ranks(ends, group, options.call.also(terminal=True, backward=True))
                 if rank == owner:
                     dX = [d.clone() for d in dX]
                     for d, end in zip(dX, ends, strict=True):
@@ -269,6 +281,7 @@ class _FrameScan(torch.autograd.Function):
                     group,
                     gather=options.gather,
                     kept=kept,
+                    call=options.call.also(backward=True),
                 )
                 arriving = list(came.rightward if options.reverse else came.leftward)
             G, leaving = steps.scans_adjoint(A, dX, arriving)

@@ -18,11 +18,11 @@ from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
 from frame_gdn import BidirectionalGDN, GDNState, checks, functional
+from frame_gdn.agreement import Call, described
 from frame_gdn.gdn import check_state
 from frame_gdn.hosts.clip import softmax
 from frame_gdn.kernels.backends import BACKENDS
 from frame_gdn.parallel import (
-    Call,
     FrameSharded,
     agree,
     check_frames_per_rank,
@@ -168,6 +168,7 @@ class Clip:
         rotary: cosines and sines, each (N_local, D/2), of the frames here.
         mask: (B, T_local), the frames here that are not padding; `clip_mask` (B, T) those of all ranks. None: all are.
         active: the frames after which a state is asked for; None where none is.
+        call: what the ranks of a group compare the messages of this call by.
     """
 
     counts: list[int]
@@ -181,6 +182,7 @@ class Clip:
     mask: Tensor | None
     clip_mask: Tensor | None
     active: int | None
+    call: Call
 
     @property
     def frames(self) -> int:
@@ -247,7 +249,7 @@ class SoftmaxAttention(FrameSharded):
         k, v = select_active(k, clip.mask), select_active(v, clip.mask)
         if len(clip.counts) == 1 and state is None and clip.active is None:
             return k, v, None
-        kv = gather_frames(torch.stack([k, v], dim=3), self.group, clip.counts)
+        kv = gather_frames(torch.stack([k, v], dim=3), self.group, clip.counts, clip.call)
         if state is not None:
             kv = torch.cat([state.kv.to(kv.dtype), kv], dim=1)
         past = kv.shape[1] - clip.total
@@ -323,7 +325,7 @@ class TemporalConv(FrameSharded):
         x = select_active(x, clip.mask)
         past = future = None
         if len(clip.counts) > 1:
-            past, future = halo(x, 1, 1, self.group, clip.counts)
+            past, future = halo(x, 1, 1, self.group, clip.counts, clip.call)
         if tail is not None and clip.start == 0:
             past = tail
         if type(self.taps) is Taps:
@@ -340,7 +342,7 @@ class TemporalConv(FrameSharded):
         last = clip.active - 1
         if len(clip.counts) == 1:
             return x[:, last : last + 1]
-        return fetch_frames(x, [[last]] * len(clip.counts), self.group, clip.counts)
+        return fetch_frames(x, [[last]] * len(clip.counts), self.group, clip.counts, clip.call)
 
 
 # --- the transformer ----------------------------------------------------------------------------------------------
@@ -637,22 +639,32 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
             checks.flag("return_dict", return_dict)
             if state is not None:
                 self._check_state(state, hidden_states, chunk_frames)
-        batch, _, num_frames, height, width = hidden_states.shape
-        patch_size = self.config.patch_size
-        height, width = height // patch_size, width // patch_size
-        if frame_mask is not None:  # nothing of a padded frame enters, so that no NaN is anywhere
-            hidden_states = select_active(hidden_states.transpose(1, 2), frame_mask).transpose(1, 2)
-        if timestep.dim() == 1:
-            timestep = timestep[:, None].expand(batch, num_frames)
-        timestep = select_active(timestep, frame_mask)
+            batch, _, num_frames, height, width = hidden_states.shape
+            patch_size = self.config.patch_size
+            height, width = height // patch_size, width // patch_size
+            if frame_mask is not None:  # nothing of a padded frame enters, so that no NaN is anywhere
+                hidden_states = select_active(hidden_states.transpose(1, 2), frame_mask).transpose(1, 2)
+            if timestep.dim() == 1:
+                timestep = timestep[:, None].expand(batch, num_frames)
+            timestep = select_active(timestep, frame_mask)
 
-        # 1. Patches to tokens, (B, N, C). A shard without frames passes too.
-        x = self.patch_embedding(hidden_states).permute(0, 2, 3, 4, 1).flatten(1, 3)
+            # 1. Patches to tokens, (B, N, C). A shard without frames passes too.
+            x = self.patch_embedding(hidden_states).permute(0, 2, 3, 4, 1).flatten(1, 3)
+            facts: dict[str, object] = {}
+            if rank_and_size(self.group)[1] > 1:  # a process alone, compiled perhaps, has nobody to agree with
+                facts = {
+                    **{name: value for name, value in self.config.items() if not name.startswith("_")},
+                    "hidden_states": described(hidden_states, 2), "dtype": x.dtype, "chunk_frames": chunk_frames,
+                    "encoder_hidden_states": described(encoder_hidden_states),
+                    "encoder_attention_mask": described(encoder_attention_mask),
+                    "frame_mask": described(frame_mask, 1), "output_state": output_state,
+                    "state.frames": None if state is None else state.frames,
+                    "gradient_checkpointing": torch.is_grad_enabled() and self.gradient_checkpointing,
+                }  # fmt: skip
 
         # 2. Where these frames are in the clip
-        clip = self._locate(
-            x, num_frames, height, width, frame_mask, chunk_frames, state, output_state, frames_per_rank
-        )
+        call = Call("VideoDiT", facts, num_frames)
+        clip = self._locate(call, x, height, width, frame_mask, chunk_frames, state, output_state, frames_per_rank)
 
         # 3. Noise levels and text
         features = timestep_features(timestep, 256, at_least_float32(x.dtype)).to(x.dtype)
@@ -711,8 +723,8 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
 
     def _locate(
         self,
+        call: Call,
         x: Tensor,
-        num_frames: int,
         height: int,
         width: int,
         mask: Tensor | None,
@@ -722,17 +734,10 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         frames_per_rank: list[int] | None,
     ) -> Clip:
         rank, _ = rank_and_size(self.group)
-        given = (mask is not None) + 2 * (state is not None) + 4 * output_state
-        heads, head_dim = self.config.num_attention_heads, self.config.attention_head_dim
-        counts = agree(
-            Call("other", x.shape[0], heads, head_dim, x.dtype, given, num_frames, chunk_frames or 0),
-            self.group,
-            frames_per_rank,
-            positions=True,
-            check=False,
-        )
+        num_frames, head_dim = call.frames, self.config.attention_head_dim
+        counts, _, call = agree(call, self.group, frames_per_rank, positions=True, check=False)
         start, total = sum(counts[:rank]), sum(counts)
-        clip_mask = None if mask is None else gather_frames(mask, self.group, counts)
+        clip_mask = None if mask is None else gather_frames(mask, self.group, counts, call)
         active = None
         if output_state:
             active = total if clip_mask is None else count_active(clip_mask)
@@ -749,6 +754,7 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
             mask=mask,
             clip_mask=clip_mask,
             active=active,
+            call=call.brief(),
         )
 
     def _check(

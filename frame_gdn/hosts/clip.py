@@ -4,7 +4,7 @@ Wan and SanaVideo also the rotary embedding that tells every block.
 These two hand what `rope` returns to every `attn1` and look at it nowhere else, so that is what the clip rides on.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import functional, parallel
+from ..agreement import Call
 from . import Swapped
 
 
@@ -54,19 +55,16 @@ class Span:
             first = last
 
 
-def locate(site: Swapped, batch: int, dtype: torch.dtype, frames: int, flags: int = 0) -> Span:
+def locate(site: Swapped, frames: int, facts: Mapping[str, object]) -> Span:
     """The span of a call in which this rank holds so many frames. One tiny exchange under a group.
 
-    Raises ValueError, on all ranks alike, for ranks that disagree or have no frame.
+    `facts`, by name, are what else must be alike on all ranks. Raises ValueError, on all ranks alike, for ranks that
+    disagree or have no frame.
     """
     rank, _ = parallel.rank_and_size(site.group)
-    counts = parallel.agree(
-        parallel.Call("other", batch, 0, 0, dtype, flags, frames, site.chunk_frames or 0),
-        site.group,
-        None,
-        positions=True,
-        check=False,
-    )
+    facts = {**facts, "chunk_frames": site.chunk_frames, "backend": site.backend}
+    call = Call(type(site).__name__, facts, frames)
+    counts = parallel.agree(call, site.group, None, positions=True, check=False).counts
     assert counts is not None
     if 0 in counts:
         raise ValueError(f"every rank needs at least one frame, the ranks hold {counts}")
@@ -103,12 +101,13 @@ class ClipRotary(Swapped):
         Raises ValueError, on all ranks alike, for ranks that disagree or have no frame, and for a T that is no
         multiple of the patches' length.
         """
-        batch, _, length, height, width = hidden_states.shape
-        patch = self.patch_size[0]
         with parallel.checked(self.group, due=True):
+            batch, _, length, height, width = hidden_states.shape
+            patch = self.patch_size[0]
             if length % patch:
                 raise ValueError(f"the latents' {length} frames are no multiple of the patch size {patch}")
-        span = locate(self, batch, hidden_states.dtype, length // patch)
+            facts = {"B": batch, "h": height, "w": width, "dtype": hidden_states.dtype}
+        span = locate(self, length // patch, facts)
         start, frames = span.start, span.frames
         tables = super().forward(hidden_states.new_empty(0, 0, (start + frames) * patch, height, width))
         tokens = tables[0].shape[1] // (start + frames)

@@ -43,7 +43,8 @@ def clip_of(site: Swapped, x: Tensor, frames: int, frame_valid_mask: "Tensor | C
         return frame_valid_mask.to(x.device)
     with parallel.checked(site.group, due=True):
         mask = None if frame_valid_mask is None else as_bool(frame_valid_mask, x.shape[0], frames).to(x.device)
-    span = locate(site, x.shape[0], x.dtype, frames, flags=mask is not None)
+    given = "None" if mask is None else "given"
+    span = locate(site, frames, {"B": x.shape[0], "dtype": x.dtype, "frame_valid_mask": given})
     clip_mask = None if mask is None else parallel.gather_frames(mask, site.group, span.counts)
     return Clip(span.counts, span.start, span.frames, span.chunk_frames, mask, clip_mask)
 

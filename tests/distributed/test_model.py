@@ -174,7 +174,7 @@ def disagree(rank: int, size: int) -> str:
     with pytest.raises(ValueError) as refused:
         model(**mine)
     mine = frames_of(inputs, split(7, [4, 3], rank))
-    with pytest.raises(ValueError, match="disagree on k: rank by rank it is .2, 3."):
+    with pytest.raises(ValueError, match="disagree on chunk_frames: rank 0 has 2, rank 1 has 3"):
         model(**mine, chunk_frames=2 + rank)
     model(**mine)
     if rank == 1:

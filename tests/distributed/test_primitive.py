@@ -189,7 +189,7 @@ def bad_input(rank, size):
     refused("truncate_to_active must be between 1 and the total of 6 frames, got 7", truncate_to_active=7)
     refused("between 1 and the total of 6 frames, got 0", truncate_to_active=0)
     refused("gather must be one of", gather="mpi")
-    refused("disagree on k", truncate_to_active=rank + 1)
+    refused("disagree on truncate_to_active: rank 0 has 1, rank 1 has 2", truncate_to_active=rank + 1)
     refused("disagree on D", **{n: (lambda t: _narrow(t, rank)) for n in NAMES[:4]})
     refused("disagree on dtype", **{n: (lambda t: t.to([torch.float32, torch.float64][rank])) for n in NAMES[:4]})
     one_sided = {"U_z": (lambda t: t[..., :2])} if rank == 1 else {}
