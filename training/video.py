@@ -54,7 +54,14 @@ MOST_REORDERED = 32
 
 
 class VideoError(ValueError):
-    """A video file that cannot be used; the message names the file and the reason."""
+    """A video file that cannot be used; the message names the file and the reason.
+
+    `is_lasting` says whether the reason is the file's content, so that there is no use in trying again.
+    """
+
+    def __init__(self, message: str, *, is_lasting: bool = True) -> None:
+        super().__init__(message)
+        self.is_lasting = is_lasting
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class CutDetector:
 
     A cut changes both the picture and its colours, and does so at once: the mean pixel difference and the moved share
     of an 8×8×8 colour histogram both pass a threshold, and the picture moves at least twice as much as it did one
-    frame earlier, which fast motion does not. Fades are not cuts and are not found.
+    frame earlier, which fast motion does not. So a shot has at least two frames. Fades are not cuts and are not found.
     """
 
     size = (64, 36)  # width, height of the thumbnails compared
@@ -88,7 +95,7 @@ class CutDetector:
     def __init__(self, min_pixel_change: float = 0.1, min_colour_change: float = 0.2) -> None:
         self.min_pixel_change, self.min_colour_change = min_pixel_change, min_colour_change
         self._previous: np.ndarray | None = None
-        self._last_change = 0.0
+        self._last_change = math.inf
 
     def __call__(self, thumbnail: np.ndarray) -> bool:
         """thumbnail: uint8 (36, 64, 3). The first frame begins the first shot."""
@@ -101,8 +108,8 @@ class CutDetector:
             and change > 2 * self._last_change
             and 0.5 * np.abs(self._histogram(thumbnail) - self._histogram(previous)).sum() > self.min_colour_change
         )
-        # The change at a cut says nothing about how the new shot moves.
-        self._last_change = 0.0 if is_cut else change
+        # How a shot moves is not known at its first frame: the change at a cut does not say.
+        self._last_change = math.inf if is_cut else change
         return bool(is_cut)
 
     @staticmethod
@@ -448,9 +455,12 @@ def _open(path: str | os.PathLike[str]) -> Iterator[av.container.InputContainer]
         raise
     except (av.error.FFmpegError, OSError, ValueError, ArithmeticError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        if getattr(error, "errno", None) == errno.EINVAL:
+        number = getattr(error, "errno", None)
+        if number == errno.EINVAL:
             reason += "; a container that is not opened here, such as a playlist, says this too"
-        raise VideoError(f"{printable(path)}: cannot be read as a video ({reason})") from error
+        # FFmpeg's own numbers tell of the content; the system's, of a disk or a permission.
+        is_lasting = number == errno.EINVAL or number not in errno.errorcode and not isinstance(error, MemoryError)
+        raise VideoError(f"{printable(path)}: cannot be read as a video ({reason})", is_lasting=is_lasting) from error
 
 
 def _video_stream(container: av.container.InputContainer, path: str | os.PathLike[str]) -> av.video.stream.VideoStream:
