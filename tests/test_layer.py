@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-from diffusers.models.transformers.transformer_sana_wm import BidirectionalGDNUCPESinglePathLiteLA
 from torch.utils.checkpoint import checkpoint
 
 from frame_gdn import BidirectionalGDN, GDNState
@@ -26,7 +25,9 @@ def tokens(dtype=torch.float32):
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_equals_diffusers_sana_wm_main_branch_with_its_weights_loaded_by_name(rotary, masked):
-    host = fill_randomly(BidirectionalGDNUCPESinglePathLiteLA(C, C, cam_dim=C, cam_heads=H, heads=H, qk_norm=True))
+    sana_wm = pytest.importorskip("diffusers.models.transformers.transformer_sana_wm")
+    attention = sana_wm.BidirectionalGDNUCPESinglePathLiteLA
+    host = fill_randomly(attention(C, C, cam_dim=C, cam_heads=H, heads=H, qk_norm=True))
     layer = BidirectionalGDN(C, H)
     layer.load_state_dict(main_branch_state_dict(host.state_dict()))
     with pytest.raises(RuntimeError, match="recall_gate"):
