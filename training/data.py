@@ -133,7 +133,7 @@ class VideoLatents(Dataset[dict[str, Any]]):
                 + "; ".join(unreadable[:10])
             )
         if not self._clips:
-            raise ValueError(f"no clip in the {len(files)} *.safetensors of {shards}")
+            raise ValueError(f"no clip in the {len(files)} *.safetensors of {shards}: shards must be a folder of them")
         if len(kinds) > 1:
             listed = "; ".join(f"{name} has {kind}" for kind, name in kinds.items())
             raise ValueError(f"all clips must have the same codec, fields and shapes, but {listed}")
@@ -162,6 +162,10 @@ class VideoLatents(Dataset[dict[str, Any]]):
         for name, shapes in fields.items():
             if "latents" not in shapes:
                 raise ValueError(f"{printable(shard)}: clip {name!r} has {sorted(shapes)} but no latents")
+            if len(shapes["latents"]) != 4 or 0 in shapes["latents"]:
+                raise ValueError(
+                    f"{printable(shard)}: clip {name!r} must have latents (C, t, h, w), got {shapes['latents']}"
+                )
             kind = f"{shapes} by {_identity(codec)}" + (f", prompts by {_identity(prompts)}" if prompts else "")
             kinds.setdefault(kind, f"{name} of {printable(shard)}")
             self._clips.append((shard, name))
@@ -259,7 +263,7 @@ def list_videos(videos: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
     else:
         raise ValueError(f"videos must be a folder or a list of files, got {videos!r}")
     if not paths:
-        raise ValueError(f"no video file ({', '.join(sorted(VIDEO_SUFFIXES))}) in {videos}")
+        raise ValueError(f"videos: no video file ({', '.join(sorted(VIDEO_SUFFIXES))}) in {videos}")
     return paths
 
 
@@ -647,6 +651,6 @@ def _read(file: Any, key: str, shard: Path) -> Tensor:
 
 
 def _as_path(name: str, value: object) -> Path:
-    if not isinstance(value, (str, os.PathLike)):
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise ValueError(f"{name} must be a path, got {value!r}")
     return Path(value)
