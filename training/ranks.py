@@ -2,8 +2,12 @@
 
 A wait here has no time limit, so one rank may encode a folder, validate or write a checkpoint for as long as it takes
 while the others wait. It ends as soon as the rank that is waited for has failed or gives no sign of life: a thread of
-each rank tells the store every second what the rank is doing, and an error says of every rank what it was last seen
-doing, and its last collective.
+each rank tells every second what the rank is doing, and an error says of every rank what it was last seen doing, and
+its last collective.
+
+There are two stores. Signs of life are in that of torch's process group, which the launcher keeps: they outlive every
+rank. What ranks agree upon is in one that the main process keeps: it outlives the launcher, so that ranks which lose
+theirs can still write a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +20,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -33,6 +39,9 @@ BEAT = 1.0
 BEATS_UNTIL_STUCK = 5
 """After so many signs of life at the same line, the next one names the collective that the rank may be waiting in."""
 
+LINGER = 10.0
+"""Seconds that the main process waits at its end for the others to end, too."""
+
 NAMED_RANKS = 16
 """How many ranks an error describes."""
 
@@ -48,7 +57,8 @@ class Ranks:
 
     Args:
         rank, size: of this process, and how many there are.
-        store: what all of them share; not used by one process alone.
+        signs: a store that all ranks share, for signs of life; not used by one process alone.
+        calls: one for the rest; None: the same.
         stall: seconds in one activity after which the first ranks log what each rank is doing.
         silence: seconds without a sign of life after which nobody waits for a rank any longer. Long, since code that
             keeps Python's lock is silent too.
@@ -58,71 +68,85 @@ class Ranks:
         self,
         rank: int = 0,
         size: int = 1,
-        store: dist.Store | None = None,
+        signs: dist.Store | None = None,
+        calls: dist.Store | None = None,
         *,
         stall: float = 600.0,
         silence: float = 300.0,
     ) -> None:
         self.rank, self.size, self.stall, self.silence = rank, size, stall, silence
-        self._calls = 0
+        self._calls, self._signs, self._call = calls or signs, signs, 0
         self._activity, self._since, self._is_alone = "starting", time.monotonic(), False
         self._main_thread = threading.get_ident()
-        self._done = threading.Event()
+        self._is_over, self._has_news = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._give_signs, name="signs of life", daemon=True)
-        self._store: dist.Store | None = None
-        if store is not None and size > 1:
-            # Keys of this run alone: runs may follow each other in one process group. Every rank counts the same.
-            run = store.add(f"runs/{rank}", 1)
-            # A connection of its own: another thread's wait for a key would keep it busy.
-            self._store = dist.PrefixStore(f"run{run}", store.clone())
-            self._give_sign(0, last_collective(by_name=False))
+        if self._signs is not None:
+            self._give_sign(0, last_collective(by_name=False), "at its start")
 
     @classmethod
     def joined(cls, *, stall: float) -> Ranks:
         """The ranks of torch's default process group, or this process alone."""
-        if not dist.is_initialized():
+        if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls()
-        return cls(dist.get_rank(), dist.get_world_size(), dist.group.WORLD.get_group_store(), stall=stall)
+        rank, shared = dist.get_rank(), dist.group.WORLD.get_group_store()
+        # Keys of this run alone: runs may follow each other in one process group. Every rank counts the same.
+        run = f"run{shared.add(f'runs/{rank}', 1)}"
+        # A connection of its own: another thread's wait for a key would keep it busy.
+        signs = dist.PrefixStore(run, shared.clone())
+        calls = _store_of_main_process(rank, signs) or signs
+        return cls(rank, dist.get_world_size(), signs, dist.PrefixStore(f"{run}/calls", calls), stall=stall)
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def __enter__(self) -> Ranks:
-        if self._store is not None:
+        if self._signs is not None:
             self._thread.start()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if self._store is None:
+        if self._signs is None:
             return
-        self._done.set()
+        self._is_over.set()
+        self._has_news.set()
         self._thread.join()
-        ended = "the end of its run" if error is None else f"{type(error).__name__}: {error}"[:500]
-        try:
-            self._give_sign(-1, last_collective(by_name=error is not None), ended)
+        report = None
+        with suppress(RuntimeError):  # the store is gone, with the process that kept it
+            ended = "the end of its run" if error is None else f"{type(error).__name__}: {error}"[:500]
+            where = _place([frame for frame, _ in walk_tb(traceback)][::-1])
+            self._give_sign(-1, last_collective(by_name=error is not None), where, ended)
             report = self.report() if error is not None and is_of_collective(error) else None
-        except RuntimeError:  # the store is gone, with the process that held it
-            return
+        with suppress(RuntimeError):
+            self._leave()
         if report is not None:
             raise RankError(f"{report}\nwhich ended this rank's collective: {error}") from error
+
+    def _leave(self) -> None:
+        """The main process keeps a store: it stays a little until all others have read what they wait for."""
+        assert self._calls is not None
+        self._calls.set(f"left/{self.rank}", "")
+        deadline = time.monotonic() + LINGER
+        for rank in range(self.size if self.is_main else 0):
+            while not self._calls.check([f"left/{rank}"]) and time.monotonic() < deadline:
+                time.sleep(0.02)
 
     # --- what ranks tell each other: called on all of them in the same order ----------------------------------------
 
     def gather(self, value: Any) -> list[Any]:
         """The JSON-able `value` of every rank, by rank."""
-        if self._store is None:
+        if self._calls is None:
             return [json.loads(json.dumps(value))]
-        call = self._calls
-        self._calls += 1
-        self._store.set(f"{call}/{self.rank}", json.dumps(value))
+        call = self._call
+        self._call += 1
+        self._calls.set(f"{call}/{self.rank}", json.dumps(value))
         if self.is_main:
-            values = [json.loads(self._wait(self._store, f"{call}/{rank}", rank)) for rank in range(self.size)]
-            self._store.set(f"{call}", json.dumps(values))
+            values = [json.loads(self._wait(self._calls, f"{call}/{rank}", rank)) for rank in range(self.size)]
+            self._calls.set(f"{call}", json.dumps(values))
             if call:  # every rank is here, so none reads the last call's keys any more
                 for key in (f"{call - 1}", *(f"{call - 1}/{rank}" for rank in range(self.size))):
-                    self._store.delete_key(key)
-        return list(json.loads(self._wait(self._store, f"{call}", 0)))
+                    self._calls.delete_key(key)
+        return list(json.loads(self._wait(self._calls, f"{call}", 0)))
 
     def everywhere(self, function: Callable[[], T]) -> T:
         """function() on every rank, and an error on all where any has one.
@@ -164,6 +188,7 @@ class Ranks:
             alone: no other rank waits for this one in a collective, so it may take long.
         """
         self._activity, self._since, self._is_alone = activity, time.monotonic(), alone
+        self._has_news.set()
 
     def report(self) -> str:
         """What every rank was last seen doing. It takes three seconds: who is silent in them is dead or stopped."""
@@ -195,7 +220,10 @@ class Ranks:
             pause = min(2 * pause, 0.25)
             if pause < 0.25:
                 continue
-            sign = self._sign_of(rank)
+            try:
+                sign = self._sign_of(rank)
+            except RuntimeError:  # the launcher is gone: the ranks are about to end, and this one with them
+                continue
             if sign is not None and sign["beat"] != beat:
                 silent_since, beat = time.monotonic(), sign["beat"]
             has_ended = sign is not None and sign["ended"] and not store.check([key])
@@ -204,18 +232,21 @@ class Ranks:
         return bytes(store.get(key))
 
     def _sign_of(self, rank: int) -> dict[str, Any] | None:
-        store, key = self._store, f"sign/{rank}"
-        return json.loads(store.get(key)) if store is not None and store.check([key]) else None
+        signs, key = self._signs, f"sign/{rank}"
+        return json.loads(signs.get(key)) if signs is not None and signs.check([key]) else None
 
     def _give_signs(self) -> None:
         beat, beats_at_line, line, reported = 1, 0, "", None
-        while not self._done.wait(BEAT):
-            beats_at_line, line = (beats_at_line + 1, line) if line == self._where() else (0, self._where())
+        while not self._is_over.is_set():
+            is_news = self._has_news.wait(BEAT)
+            self._has_news.clear()
+            last_line, line = line, self._where()
+            beats_at_line = 0 if is_news or line != last_line else beats_at_line + 1
             if beats_at_line <= BEATS_UNTIL_STUCK:  # a name takes a tenth of a second: once, when it seems to wait
                 collective = last_collective(by_name=beats_at_line == BEATS_UNTIL_STUCK)
             try:
-                self._give_sign(beat, collective)
-            except RuntimeError:  # the store is gone, with the process that held it
+                self._give_sign(beat, collective, line)
+            except RuntimeError:  # the store is gone, with the process that kept it
                 return
             beat += 1
             is_stuck = not self._is_alone and time.monotonic() - self._since > self.stall
@@ -229,28 +260,56 @@ class Ranks:
         except RuntimeError:
             return
 
-    def _give_sign(self, beat: int, collective: str, ended: str | None = None) -> None:
+    def _give_sign(self, beat: int, collective: str, where: str, ended: str | None = None) -> None:
         sign = {
             "beat": beat,
             "process": os.getpid(),
             "host": socket.gethostname(),
             "activity": self._activity,
             "seconds": time.monotonic() - self._since,
-            "where": self._where(),
+            "where": where,
             "collective": collective,
             "ended": ended,
         }
-        if self._store is not None:
-            self._store.set(f"sign/{self.rank}", json.dumps(sign))
+        if self._signs is not None:
+            self._signs.set(f"sign/{self.rank}", json.dumps(sign))
 
     def _where(self) -> str:
-        """The innermost line of this project that the rank's own thread is in."""
+        frames = []
         frame: FrameType | None = sys._current_frames().get(self._main_thread)
-        while frame is not None and not frame.f_code.co_filename.startswith(str(ROOT)):
+        while frame is not None:
+            frames.append(frame)
             frame = frame.f_back
-        if frame is None:
-            return "at an unknown line"
-        return f"at {Path(frame.f_code.co_filename).relative_to(ROOT)}:{frame.f_lineno} {frame.f_code.co_name}"
+        return _place(frames)
+
+
+def _place(frames: list[FrameType]) -> str:
+    """The innermost line of this project among a thread's frames, the innermost first; this module's own count not."""
+    for frame in frames:
+        path = Path(frame.f_code.co_filename)
+        if ROOT in path.parents and path != Path(__file__):
+            return f"at {path.relative_to(ROOT)}:{frame.f_lineno} {frame.f_code.co_name}"
+    return "at an unknown line"
+
+
+def _store_of_main_process(rank: int, shared: dist.Store) -> dist.Store | None:
+    """A store that the main process keeps, for whom it can be reached as the shared one is; None for other kinds."""
+    tcp = shared
+    while isinstance(tcp, dist.PrefixStore):
+        tcp = tcp.underlying_store
+    if not isinstance(tcp, dist.TCPStore):
+        return None
+    if rank == 0:
+        # The address of this host on the way to the shared store, from where the others come too.
+        family, _, _, _, address = socket.getaddrinfo(tcp.host, tcp.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as way:
+            way.connect(address)
+            host = way.getsockname()[0]
+        own = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        shared.set("main process", json.dumps([host, own.port]))
+        return own
+    host, port = json.loads(shared.get("main process"))
+    return dist.TCPStore(host, port, is_master=False)
 
 
 SHARED_ERRORS: dict[str, type[Exception]] = {

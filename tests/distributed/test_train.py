@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -30,6 +31,7 @@ from training.checkpoints import read_metrics
 from training.config import TrainConfig
 from training.data import write_shard
 from training.objective import sample_noise, split_frames
+from training.ranks import RankError
 
 CHANNELS, CHUNK = 192, 3  # channels of the Haar codec, since validation decodes
 
@@ -386,3 +388,59 @@ def test_a_clip_of_one_chunk_is_refused_before_it_is_validated(inputs: Path, tmp
     config = options(inputs, tmp_path / "out", 6, validation_steps=1, data={"shards": str(tmp_path / "data")})
     with pytest.raises(AssertionError, match="ValueError: .*a clip of 5 latent frames has no second one of 3"):
         run_ranks(1, run_training, [config])
+
+
+def train_beside_slow_ranks(rank: int, world_size: int, config: TrainConfig) -> None:
+    """The main process takes longer to read the data and to validate than a collective may wait."""
+    data, continuation = train.VideoLatents, train.continue_clip
+
+    def slowly(function: Callable[..., object]) -> Callable[..., object]:
+        def slow(*args: object, **kwargs: object) -> object:
+            time.sleep(2.5 * config.collective_timeout if rank == 0 else 0)
+            return function(*args, **kwargs)
+
+        return slow
+
+    train.VideoLatents, train.continue_clip = slowly(data), slowly(continuation)
+    run_training(rank, world_size, [config])
+
+
+def test_a_rank_may_encode_and_validate_for_longer_than_a_collective_waits(inputs: Path, tmp_path: Path) -> None:
+    config = options(
+        inputs,
+        tmp_path,
+        6,
+        cp_size=2,
+        max_train_steps=1,
+        validation_steps=1,
+        validation_inference_steps=1,
+        collective_timeout=2,
+    )
+    run_ranks(2, train_beside_slow_ranks, config)
+    assert "psnr" in read_metrics(tmp_path / "metrics.jsonl")[0]
+
+
+def fail_on_one_rank(rank: int, world_size: int, config: TrainConfig) -> str:
+    clip_loss, calls = train.clip_loss, []
+
+    def failing(*arguments: object) -> Tensor:
+        calls.append(1)
+        if rank == 1 and len(calls) == 2:
+            raise ValueError("the second step is too much for me")
+        return clip_loss(*arguments)
+
+    train.clip_loss = failing
+    as_if_launched(rank, world_size)
+    with pytest.raises((ValueError, RankError)) as error:
+        train.main(config)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_a_rank_that_fails_is_named_by_the_others_with_its_error(inputs: Path, tmp_path: Path) -> None:
+    config = options(inputs, tmp_path, 6, cp_size=2, collective_timeout=20)
+    other, own = run_ranks(2, fail_on_one_rank, config)
+    assert own == "ValueError: the second step is too much for me"
+    failed = "ended: ValueError: the second step is too much for me; last seen in step 2, batch 0"
+    line = r"for \d+ s, at tests/distributed/test_train.py:\d+ failing"
+    assert re.match(rf"RankError: the ranks:\n  rank 1 \(process \d+ on .*\) {failed} {line}", other), other
+    assert "which ended this rank's collective" in other
