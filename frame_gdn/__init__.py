@@ -1,5 +1,6 @@
 """Frame-wise Gated DeltaNet attention for video diffusion: fast on one GPU, exact across many, streaming on and on."""
 
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from .gdn import GDNState, bidirectional_gdn
@@ -10,6 +11,8 @@ from .swap import swap, unswap
 
 if TYPE_CHECKING:
     from .pipeline import FrameGDNRolloutPipeline
+
+__version__ = "0.1.0"
 
 __all__ = [
     "BidirectionalGDN",
@@ -22,6 +25,8 @@ __all__ = [
     "swap",
     "unswap",
 ]
+if importlib.util.find_spec("diffusers") is None:  # `from frame_gdn import *` works without
+    __all__.remove("FrameGDNRolloutPipeline")
 
 
 def __getattr__(name: str) -> Any:
@@ -31,3 +36,7 @@ def __getattr__(name: str) -> Any:
 
         return FrameGDNRolloutPipeline
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

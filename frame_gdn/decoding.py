@@ -9,6 +9,8 @@ explicit `DecoderState`, not in the VAE: two films can share one VAE, and a bran
 Needs diffusers.
 """
 
+from . import needs_diffusers as needs_diffusers  # isort: skip
+
 import copy
 import dataclasses
 import hashlib

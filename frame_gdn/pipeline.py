@@ -1,6 +1,8 @@
 """`FrameGDNRolloutPipeline`: a video as long as one wants, chunk after chunk. The only part of the package that needs
 diffusers at import."""
 
+from . import needs_diffusers as needs_diffusers  # isort: skip
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count

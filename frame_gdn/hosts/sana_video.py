@@ -6,6 +6,8 @@ block is not chosen, frames are not sharded and no chunks were asked for.
 Source of the formulas: `transformer_sana_video.py` of diffusers.
 """
 
+from .. import needs_diffusers as needs_diffusers  # isort: skip
+
 from typing import Any
 
 import torch

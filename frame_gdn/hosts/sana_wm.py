@@ -6,6 +6,8 @@ them what they are called by, so that one `Clip` made at the model's door reache
 Source of the formulas: `transformer_sana_wm.py` of diffusers 0.42, after NVlabs/Sana.
 """
 
+from .. import needs_diffusers as needs_diffusers  # isort: skip
+
 from collections.abc import Sequence
 from dataclasses import replace as changed
 from typing import Any

@@ -8,6 +8,8 @@ under chunk_frames attend to their own and earlier chunks.
 Source of the formulas: `transformer_wan.py` of diffusers.
 """
 
+from .. import needs_diffusers as needs_diffusers  # isort: skip
+
 from typing import Any
 
 from diffusers.models.modeling_utils import ModelMixin as ModelMixin  # a pipeline that loads looks for it here
