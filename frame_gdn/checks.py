@@ -44,7 +44,8 @@ def number(name: str, value: Any, least: float, *, above: bool = False, optional
     if optional and value is None:
         return
     is_number = isinstance(value, float) or is_integer(value)
-    if not is_number or not math.isfinite(value) or value < least or (above and value == least):
+    # Compared, not asked whether it is finite: torch.compile may trace the number.
+    if not is_number or not -math.inf < value < math.inf or value < least or (above and value == least):
         wanted = f"a finite number {'above' if above else 'of at least'} {least:g}"
         raise ValueError(f"{name} must be {'None or ' if optional else ''}{wanted}, got {shown(value)}")
 

@@ -117,6 +117,13 @@ def short_conv(
     return out
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """rms_norm(x) · weight of x (..., C) by weight (C), in what torch promotes the two to."""
+    # Both in one dtype: torch warns of what is mixed, and takes a slow way.
+    wide = torch.promote_types(x.dtype, weight.dtype)
+    return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps)
+
+
 def rms_norm_relu(x: Tensor, weight: Tensor, eps: float, scale: float = 1.0, backend: str = "auto") -> Tensor:
     """scale · relu(rms_norm(x) · weight): what queries and keys pass between projection and scan.
 
@@ -133,7 +140,7 @@ def rms_norm_relu(x: Tensor, weight: Tensor, eps: float, scale: float = 1.0, bac
     if fused(x, backend):
         out: Tensor = _operators().norm_relu(x, weight, eps, scale)
         return out
-    return F.relu(F.rms_norm(x, weight.shape, weight, eps)).to(x.dtype) * scale
+    return F.relu(rms_norm(x, weight, eps)).to(x.dtype) * scale
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False, backend: str = "auto") -> Tensor:
@@ -215,14 +222,15 @@ def select(x: Tensor, mask: Tensor | None) -> Tensor:
     """Tokens x (B, N, C) with zeros in padded frames."""
     if mask is None:
         return x
-    tokens = mask.repeat_interleave(x.shape[1] // max(mask.shape[1], 1), 1, output_size=x.shape[1])
+    frames, N = mask.shape[1], x.shape[1]
+    tokens = mask.repeat_interleave(N // frames if frames else 0, 1, output_size=N)
     return torch.where(tokens[..., None], x, 0.0)
 
 
 def _by_frame(x: Tensor, frames: int) -> Tensor:
     """(B, N, C) -> (B, T, S, C), of a shard without frames too."""
     B, N, C = x.shape
-    return x.reshape(B, frames, N // max(frames, 1), C)
+    return x.reshape(B, frames, N // frames if frames else 0, C)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -167,7 +167,6 @@ def bidirectional_gdn(
     counts, frames, call = parallel.agree(
         call, group, frames_per_rank, positions=positions, check=check, active=active
     )
-    ends, passes = chunk_ends(chunk_frames, T, rank, counts)
 
     S0 = z0 = None
     if initial_state is not None:
@@ -185,6 +184,7 @@ def bidirectional_gdn(
     if torch.compiler.is_compiling() and size == 1:
         out, S, z = compiled_gdn_scan(x, S0, z0, normalize, eps, chunk_frames, backend, precision)
     else:
+        ends, passes = chunk_ends(chunk_frames, T, rank, counts)
         options = GDNOptions(normalize, eps, chunk_frames != 1, ends, passes, group, output_final_state, kernels, call)
         out, S, z = gdn_scan(x, S0, z0, options)
     if S is None or not output_final_state:

@@ -124,27 +124,27 @@ def timestep_features(timestep: Tensor, channels: int, dtype: torch.dtype) -> Te
 
 
 def rotary_table(
-    head_dim: int, frames: range, height: int, width: int, *, theta: float = 10000.0, like: Tensor
+    head_dim: int, first_frame: int, frames: int, height: int, width: int, *, theta: float = 10000.0, like: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each (T·h·w, head_dim/2), of 3-D rotary positions: ⌊D/6⌋ pairs for h, for w too, the rest t.
 
-    `frames` are the clip's numbers of these frames: a shard's and a rollout's do not start at 0. The tables are on the
-    device of `like`, in its dtype or float32, whichever is wider.
+    `first_frame` is the clip's number of the first of these frames: a shard's and a rollout's do not start at 0. The
+    tables are on the device of `like`, in its dtype or float32, whichever is wider.
     """
     pairs_s = head_dim // 6
     pairs_t = head_dim // 2 - 2 * pairs_s
     # As in diffusers: the angles of far frames need more digits than float32 has.
     wide = torch.float32 if like.device.type == "mps" else torch.float64
 
-    def angles(positions: range, pairs: int) -> Tensor:
+    def angles(first: int, count: int, pairs: int) -> Tensor:
         frequencies = theta ** (-torch.arange(pairs, dtype=wide, device=like.device) / pairs)
-        return torch.outer(torch.arange(positions.start, positions.stop, dtype=wide, device=like.device), frequencies)
+        return torch.outer(torch.arange(first, first + count, dtype=wide, device=like.device), frequencies)
 
-    t, y, x = angles(frames, pairs_t), angles(range(height), pairs_s), angles(range(width), pairs_s)
+    t, y, x = angles(first_frame, frames, pairs_t), angles(0, height, pairs_s), angles(0, width, pairs_s)
 
     def table(function: Callable[[Tensor], Tensor]) -> Tensor:
         axes = function(t)[:, None, None], function(y)[None, :, None], function(x)[None, None, :]
-        on_grid = [axis.to(at_least_float32(like.dtype)).expand(len(frames), height, width, -1) for axis in axes]
+        on_grid = [axis.to(at_least_float32(like.dtype)).expand(frames, height, width, -1) for axis in axes]
         return torch.cat(on_grid, dim=-1).flatten(0, 2)
 
     return table(torch.cos), table(torch.sin)
@@ -184,20 +184,20 @@ class Clip:
     active: int | None
     call: Call
 
-    @property
-    def frames(self) -> int:
-        """How many frames are here."""
-        return self.stop - self.start
-
-    @property
-    def tokens(self) -> int:
-        """S, the tokens of a frame."""
-        return self.height * self.width
-
 
 def select_active(x: Tensor, mask: Tensor | None) -> Tensor:
     """x (B, T, ...) with zeros in padded frames: selected, not multiplied, so that no NaN passes."""
     return x if mask is None else x.masked_fill(~mask.view(*mask.shape, *[1] * (x.dim() - 2)), 0)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's norm, not diffusers': that one takes its statistics in float32 even in a float64 model."""
+
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., C) → the same shape."""
+        return functional.rms_norm(x, self.weight, self.eps)
 
 
 class SoftmaxAttention(FrameSharded):
@@ -219,28 +219,29 @@ class SoftmaxAttention(FrameSharded):
         self.to_q = nn.Linear(hidden_size, hidden_size)
         self.to_k = nn.Linear(hidden_size, hidden_size)
         self.to_v = nn.Linear(hidden_size, hidden_size)
-        # torch's norm, not diffusers': that one takes its statistics in float32 even in a float64 model.
-        self.norm_q = nn.RMSNorm(hidden_size, eps=norm_eps)
-        self.norm_k = nn.RMSNorm(hidden_size, eps=norm_eps)
+        self.norm_q = RMSNorm(hidden_size, eps=norm_eps)
+        self.norm_k = RMSNorm(hidden_size, eps=norm_eps)
         self.to_out = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, x: Tensor, clip: Clip, state: SoftmaxState | None = None) -> tuple[Tensor, SoftmaxState | None]:
-        """x (B, N_local, C) → the same shape, and the state after `clip.active` frames."""
+        """x (B, T_local, S, C) → the same shape, and the state after `clip.active` frames."""
+        frames, tokens = x.shape[1:3]
+        x = x.flatten(1, 2)
         q, k, v = self.norm_q(self.to_q(x)), self.norm_k(self.to_k(x)), self.to_v(x)
         q, k, v = (t.to(v.dtype).unflatten(-1, (self.num_heads, -1)) for t in (q, k, v))
         q, k = (functional.rotary(t, *clip.rotary, backend=self.backend) for t in (q, k))
-        q, k, v = (t.unflatten(1, (clip.frames, clip.tokens)) for t in (q, k, v))
+        q, k, v = (t.unflatten(1, (frames, tokens)) for t in (q, k, v))
         past = 0 if state is None else state.kv.shape[1]
         keys, values, final_state = self._of_all_frames(k, v, clip, state)
         seen = None if clip.clip_mask is None else nn.functional.pad(clip.clip_mask, (past, 0), value=True)
 
         out = []
         for first, last, end in key_horizons(clip):
-            allowed = None if seen is None else allowed_keys(seen[:, : past + end], clip.tokens)
+            allowed = None if seen is None else allowed_keys(seen[:, : past + end], tokens)
             to_see = (t[:, : past + end].flatten(1, 2) for t in (keys, values))
             out.append(softmax(q[:, first:last].flatten(1, 2), *to_see, mask=allowed, attention=self.attention))
         attended = functional.select((out[0] if len(out) == 1 else torch.cat(out, 1)).flatten(2), clip.mask)
-        return self.to_out(attended), final_state
+        return self.to_out(attended).unflatten(1, (frames, tokens)), final_state
 
     def _of_all_frames(
         self, k: Tensor, v: Tensor, clip: Clip, state: SoftmaxState | None
@@ -410,12 +411,10 @@ class FeedForward(nn.Module):
         self.temporal = TemporalConv(hidden_size)
 
     def forward(self, x: Tensor, clip: Clip, tail: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """x (B, N_local, C) → the same shape, and the temporal convolution's tail."""
-        batch, _, channels = x.shape
-        images = x.view(batch * clip.frames, clip.height, clip.width, channels).permute(0, 3, 1, 2)
-        out = self.spatial(images).permute(0, 2, 3, 1)
-        out, tail = self.temporal(out.reshape(batch, clip.frames, clip.tokens, channels), clip, tail)
-        return out.view(x.shape), tail
+        """x (B, T_local, S, C) → the same shape, and the temporal convolution's tail."""
+        images = x.flatten(0, 1).unflatten(1, (clip.height, clip.width)).permute(0, 3, 1, 2)
+        out = self.spatial(images).permute(0, 2, 3, 1).reshape(x.shape)
+        return self.temporal(out, clip, tail)
 
 
 class ModulatedNorm(nn.LayerNorm):
@@ -431,9 +430,9 @@ class ModulatedNorm(nn.LayerNorm):
         super().__init__(hidden_size, eps=1e-6, elementwise_affine=False)
 
     def forward(self, input: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-        """input (B, N, C), shift and scale (B, T, C) → layer_norm(input) · (1 + scale) + shift, in input's dtype."""
-        out = functional.modulated_norm(input, shift, scale, eps=self.eps, backend=self.backend)
-        return out.to(input.dtype)
+        """input (B, T, S, C), shift and scale (B, T, C) → layer_norm(input) · (1 + scale) + shift, in its dtype."""
+        out = functional.modulated_norm(input.flatten(1, 2), shift, scale, eps=self.eps, backend=self.backend)
+        return out.to(input.dtype).view(input.shape)
 
 
 class VideoDiTBlock(nn.Module):
@@ -481,15 +480,15 @@ class VideoDiTBlock(nn.Module):
         text_bias: Tensor | None = None,
         state: BlockState | None = None,
     ) -> tuple[Tensor, BlockState | None]:
-        """x (B, N_local, C), modulation (B, T_local, 6, C) → like x, and the state after `clip.active` frames."""
+        """x (B, T_local, S, C), modulation (B, T_local, 6, C) → like x, and the state after `clip.active` frames."""
         shift1, scale1, gate1, shift2, scale2, gate2 = (self.scale_shift_table + modulation).unbind(2)
 
         h = self.norm1(x, shift1, scale1)
         attn_state = None if state is None else state.attn
         if isinstance(self.attn, BidirectionalGDN):
             h, attn_state = self.attn(
-                h,
-                clip.frames,
+                h.flatten(1, 2),
+                h.shape[1],
                 rotary=clip.rotary,
                 mask=clip.mask,
                 state=attn_state,
@@ -499,18 +498,21 @@ class VideoDiTBlock(nn.Module):
             )
         else:
             h, attn_state = self.attn(h, clip, attn_state)
-        x = self._add(x, h, clip, gate1)  # under autocast the residual stream is float32
+        x = self._add(x, h, gate1)  # under autocast the residual stream is float32
 
         if self.cross_attn is not None:
-            x = self._add(x, self.cross_attn(x, text, text_bias), clip)
+            x = self._add(x, self.cross_attn(x.flatten(1, 2), text, text_bias))
 
         h = self.norm2(x, shift2, scale2)
         h, tail = self.ff(h, clip, None if state is None else state.conv_tail)
-        x = self._add(x, h, clip, gate2)
+        x = self._add(x, h, gate2)
         return x, None if clip.active is None else BlockState(attn_state, tail)
 
-    def _add(self, x: Tensor, h: Tensor, clip: Clip, gate: Tensor | None = None) -> Tensor:
-        return functional.gated_residual(x, h, gate, frames=clip.frames, backend=self.backend)
+    def _add(self, x: Tensor, h: Tensor, gate: Tensor | None = None) -> Tensor:
+        """x + gate · h of x (B, T, S, C), h of as many tokens, gate (B, T, C)."""
+        tokens = x.flatten(1, 2)
+        out = functional.gated_residual(tokens, h.view_as(tokens), gate, frames=x.shape[1], backend=self.backend)
+        return out.view_as(x)
 
 
 class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
@@ -532,6 +534,7 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
 
     _supports_gradient_checkpointing = True
     _no_split_modules = ["VideoDiTBlock"]
+    _repeated_blocks = ["VideoDiTBlock"]
     _keep_in_fp32_modules = ["A_log", "dt_bias"]
     _skip_layerwise_casting_patterns = ["patch_embedding", "norm"]
 
@@ -648,8 +651,8 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
                 timestep = timestep[:, None].expand(batch, num_frames)
             timestep = select_active(timestep, frame_mask)
 
-            # 1. Patches to tokens, (B, N, C). A shard without frames passes too.
-            x = self.patch_embedding(hidden_states).permute(0, 2, 3, 4, 1).flatten(1, 3)
+            # 1. Patches to tokens, (B, T, S, C). A shard without frames passes too.
+            x = self.patch_embedding(hidden_states).permute(0, 2, 3, 4, 1).flatten(2, 3)
             facts: dict[str, object] = {}
             if rank_and_size(self.group)[1] > 1:  # a process alone, compiled perhaps, has nobody to agree with
                 facts = {
@@ -750,7 +753,7 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
             height=height,
             width=width,
             chunk_frames=chunk_frames,
-            rotary=rotary_table(head_dim, range(first, first + num_frames), height, width, like=x),
+            rotary=rotary_table(head_dim, first, num_frames, height, width, like=x),
             mask=mask,
             clip_mask=clip_mask,
             active=active,

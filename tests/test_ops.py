@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from frame_gdn import BidirectionalGDN
 from frame_gdn.gdn import GDNState, bidirectional_gdn
@@ -55,3 +56,15 @@ def test_the_operator_keeps_the_rules_of_operators():
         (*inputs(torch.float64), *[None] * 7, True, 1e-6, None, "torch", "default"),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"),
     )
+
+
+@pytest.mark.parametrize("chunk_frames", [None, 2])
+def test_one_graph_serves_every_length(chunk_frames):
+    torch.compiler.reset()
+    layer = fill_randomly(BidirectionalGDN(24, 3))
+    graphs = CompileCounter()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=graphs)
+    for T in range(3, 14):
+        x = torch.randn(1, T * 5, 24)
+        assert torch.equal(compiled(x, T, chunk_frames=chunk_frames)[0], layer(x, T, chunk_frames=chunk_frames)[0])
+    assert graphs.frame_count == 1
