@@ -117,6 +117,8 @@ def train(config: TrainConfig, accelerator: Accelerator, ranks: Ranks, stop: Sto
     if config.validation_steps:
         check_continuation(num_frames, chunk_frames)
     parallelize(model, mesh)
+    if config.compile:
+        model.compile_repeated_blocks(fullgraph=True)
     scheduler = FlowMatchEulerDiscreteScheduler(NUM_TRAIN_TIMESTEPS, shift=config.flow_shift)
 
     # Optimisation.

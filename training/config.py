@@ -135,6 +135,7 @@ class RunConfig:
         "float32", "of weights and clips; float64: exactness tests", fixed=True
     )
     gradient_checkpointing: bool = option(False, "recompute blocks in the backward pass instead of storing them")
+    compile: bool = option(False, "torch.compile of each block, one graph for all lengths; needs cp_size 1")
     allow_tf32: bool = option(False, "TF32 matrix products on GPUs that have them")
     dataloader_num_workers: int = option(0, "processes that load data beside each rank", NOT_NEGATIVE)
     report_to: str = option("tensorboard", "accelerate's name of a tracker, or none; metrics.jsonl is written anyway")
@@ -182,6 +183,8 @@ class TrainConfig(ObjectiveConfig, OptimizationConfig, RunConfig):
             setattr(self, f.name, value)
         if self.train_gates_only and self.lora_rank:
             raise ValueError("train_gates_only and lora_rank exclude each other: a LoRA is trained with the gates")
+        if self.compile and self.cp_size > 1:
+            raise ValueError(f"compile needs whole clips on a rank, cp_size 1, got cp_size {self.cp_size}")
         if self.swap and not self.pretrained_model_name_or_path:
             raise ValueError("swap is for the transformer of a pretrained_model_name_or_path, which is not given")
 

@@ -357,6 +357,23 @@ def test_a_model_that_accelerate_compiles_is_the_same_run(inputs: Path, tmp_path
     assert weights.keys() == expected.keys()
 
 
+def train_with_compiled_blocks(rank: int, world_size: int, configs: list[TrainConfig]) -> None:
+    """With dynamo's graphs run as they are, which spares the compiler of C++."""
+    compiling = VideoDiT.compile_repeated_blocks
+    VideoDiT.compile_repeated_blocks = lambda model, **options: compiling(model, **options, backend="eager")
+    run_training(rank, world_size, configs)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_are_the_same_run(inputs: Path, tmp_path: Path) -> None:
+    runs = {name: options(inputs, tmp_path / name, 6, max_train_steps=2, compile=name == "compiled",
+                          gradient_checkpointing=True) for name in ("compiled", "plain")}  # fmt: skip
+    run_ranks(2, train_with_compiled_blocks, list(runs.values()), timeout_s=200)
+    (losses, weights), (expected_losses, expected) = (losses_and_weights(tmp_path / name) for name in runs)
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-9, atol=0)
+    assert weights.keys() == expected.keys()
+
+
 def copies_alive(rank: int, world_size: int, config: TrainConfig) -> list[int]:
     """How many models that a validation made are alive at each step's loss, without a garbage collection."""
     made, alive = [], []
