@@ -39,6 +39,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", action="store_true", help="write what long tests saw to tests/results/")
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
