@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ KINDS = {
     "attention": ("flash", "fmha", "sdpa", "attention"),
     "matrix products": ("gemm", "nvjet", "xmma", "cutlass", "splitk", "cublas"),
     "scan": ("transitions", "scan", "chains", "compose", "project", "gradient"),
-    "gated convolution": ("glu_conv",),
+    "convolutions": ("glu_conv", "conv_depthwise", "conv2d", "convolve", "dgrad", "wgrad"),
 }
 ELEMENTWISE = "elementwise"
 
@@ -52,7 +53,8 @@ def kind_of(kernel: str) -> str:
     """What a kernel counts as: torch's own pointwise, reduction, norm and copy kernels, and ours, are elementwise,
     the short convolution on the keys among them."""
     name = kernel.lower()
-    if name.startswith(("void at::native", "memcpy", "memset")) and "flash" not in name:
+    torchs_own = name.startswith(("void at::native", "memcpy", "memset"))
+    if torchs_own and "flash" not in name and "conv_depthwise" not in name:
         return ELEMENTWISE
     return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), ELEMENTWISE)
 
@@ -147,15 +149,16 @@ class Contestant:
 
         self.forward(frames)
         on_gpu = self.device.type == "cuda"
-        with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        with profile(activities=activities) as profiler:
             self.forward(frames)
             if on_gpu:
                 torch.cuda.synchronize()
         spent: dict[str, list[float]] = defaultdict(list)
         for event in profiler.events():
-            is_kernel = event.device_type == torch.autograd.DeviceType.CUDA if on_gpu else True
-            if is_kernel and event.name:
-                spent[event.name].append((event.device_time if on_gpu else event.self_cpu_time_total) / 1e3)
+            if not on_gpu or event.device_type == torch.autograd.DeviceType.CUDA:
+                microseconds = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
+                spent[event.name].append(microseconds / 1e3)
         return {name: {"ms": sum(times), "calls": len(times)} for name, times in spent.items()}
 
     def outputs(self, frames: int) -> dict[str, Tensor]:
@@ -226,6 +229,13 @@ def code_before(folder: Path | None) -> Iterator[Path]:
             yield path
         finally:
             subprocess.run([*git, "remove", "--force", str(path)], check=True)
+
+
+def flash4_serves() -> bool:
+    from frame_gdn.kernels import flash4  # here, since a contestant imports its own frame_gdn
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return flash4.refusal(torch.empty(0, dtype=torch.bfloat16, device=device), 112) is None
 
 
 def contest(processes: dict[str, Process], what: str, frames: int, repetitions: int, text: bool = False) -> Json:
@@ -349,6 +359,8 @@ def main() -> None:
             **{name: import_module(name).__version__ for name in ("torch", "triton", "diffusers")},
         },
     }
+    if flash4_serves():  # then ours takes it
+        raw["versions"]["flash-attn-4"] = version("flash-attn-4")
     lengths, short = ((3, 5), 3) if options.tiny else (FORWARD, TRAIN)
     few = min(options.repetitions, 3)
     with ExitStack() as stack:

@@ -12,25 +12,8 @@ from torch import Tensor, nn
 
 from .. import functional, parallel
 from . import Swapped
+from .feed_forward import Conv2d, free_convolutions
 from .sana_clip import Clip, clip_of
-
-
-class Conv2d(Swapped, nn.Conv2d):
-    """A convolution of images in channels-last memory: a pointwise one is a matrix product that adds the bias itself.
-
-    What is fused happens within this call, where casting, offloading and adapters expect the weights to be used.
-    """
-
-    def forward(self, input: Tensor, glu_of: str | None = None) -> Tensor:
-        """(images, C, height, width) -> the same of other channels. With `glu_of`, this depthwise convolution of
-        SiLU(input) ("silu") or of the input ("identity"), and half its channels times SiLU of the other half."""
-        pixels = input.permute(0, 2, 3, 1)
-        if glu_of is not None:
-            out = functional.glu_conv(pixels, self.weight, self.bias, silu=glu_of == "silu", backend=self.backend)
-            return out.permute(0, 3, 1, 2)
-        if self.kernel_size != (1, 1) or self.groups > 1:
-            return super().forward(input)
-        return functional.pointwise_conv(pixels, self.weight, self.bias).permute(0, 3, 1, 2)
 
 
 class SanaWMConvLayer(Swapped, host.SanaWMConvLayer):
@@ -45,9 +28,7 @@ class SanaWMConvLayer(Swapped, host.SanaWMConvLayer):
 def convolutions(ffn: Any) -> list[tuple[nn.Module, type[Swapped]]]:
     """A feed-forward's convolutions within frames, as sites to swap, without those that an adapter wraps or a hook
     holds: they stay as they are."""
-    inner = [layer.conv for layer in (ffn.inverted_conv, ffn.depth_conv, ffn.point_conv)]
-    free = [type(c) is Conv2d or (type(c) is nn.Conv2d and "forward" not in c.__dict__) for c in inner]
-    return [(conv, Conv2d) for conv, is_free in zip(inner, free, strict=True) if is_free]
+    return free_convolutions([layer.conv for layer in (ffn.inverted_conv, ffn.depth_conv, ffn.point_conv)])
 
 
 class GLUMBConvTemp(Swapped, host.GLUMBConvTemp):

@@ -23,6 +23,7 @@ from . import SwapOptions, Swapped, adopt
 from .clip import Clip, ClipRotary
 from .configuration import present as present  # one of the host's three functions
 from .configuration import swapping_init
+from .feed_forward import Conv2d, Frames, free_convolutions
 from .gates import ENTRIES, GatedAttention, GatedModel, open_gates
 
 #: What the key scale is multiplied by unless `swap` is told otherwise: benchmarks/results/sana_video_start.json.
@@ -57,6 +58,9 @@ def _sites(model: Any) -> list[tuple[nn.Module, type[Swapped]]]:
     sites: list[tuple[nn.Module, type[Swapped]]] = [(model.rope, WanRotaryPosEmbed)]
     for block in model.transformer_blocks:
         sites += [(block, SanaVideoTransformerBlock), (block.attn1, Attention), (block.ff, GLUMBTempConv)]
+        if isinstance(block.ff, host.GLUMBTempConv):
+            ff = block.ff
+            sites += free_convolutions([ff.conv_inverted, ff.conv_depth, ff.conv_point, ff.conv_temp])
     return sites
 
 
@@ -105,6 +109,8 @@ class Attention(GatedAttention, _Attention):
 class GLUMBTempConv(Swapped, host.GLUMBTempConv):
     """The feed-forward; its temporal convolution sees the neighbouring shards' frames and no frame past its chunk.
 
+    On Triton, what lies between its matrix products is one kernel.
+
     Attributes:
         counts: every rank's number of frames, as the block said before the call.
     """
@@ -114,22 +120,42 @@ class GLUMBTempConv(Swapped, host.GLUMBTempConv):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(B, T_local, h, w, C) -> the same shape"""
-        if self.chunk_frames is None and len(self.counts) == 1:
+        fused = self._can_fuse(hidden_states)
+        if self.chunk_frames is None and len(self.counts) == 1 and not fused:
             return super().forward(hidden_states)
         images = hidden_states.flatten(0, 1).permute(0, 3, 1, 2)
-        value, gate = self.conv_depth(self.nonlinearity(self.conv_inverted(images))).chunk(2, 1)
-        x = self.conv_point(value * self.nonlinearity(gate))
-        x = x.flatten(2).unflatten(0, hidden_states.shape[:2])  # (B, T_local, C, S)
-        x = x + self._temporal(x)
+        if fused:
+            product = self.conv_depth(self.conv_inverted(images), glu_of="silu")
+        else:
+            value, gate = self.conv_depth(self.nonlinearity(self.conv_inverted(images))).chunk(2, 1)
+            product = value * self.nonlinearity(gate)
+        x = self.conv_point(product).flatten(2).unflatten(0, hidden_states.shape[:2])  # (B, T_local, C, S)
+        past = future = None
+        if len(self.counts) > 1:
+            past, future = parallel.halo(x.transpose(2, 3), 1, 1, self.group, self.counts)
+        if type(self.conv_temp) is Conv2d:
+            rank, _ = parallel.rank_and_size(self.group)
+            frames = Frames(past, future, self.chunk_frames, sum(self.counts[:rank]))
+            x = self.conv_temp(x.transpose(1, 2), frames=frames).transpose(1, 2)
+        else:
+            x = x + self._temporal(x, past, future)
         return x.transpose(2, 3).reshape(hidden_states.shape)
 
-    def _temporal(self, x: Tensor) -> Tensor:
-        """`conv_temp`, width 3, over each chunk between the frames around it that it may see."""
+    def _can_fuse(self, x: Tensor) -> bool:
+        """Whether the activation is that of the kernel, and nothing stands around the depthwise convolution."""
+        is_free = type(self.conv_depth) is Conv2d
+        return is_free and isinstance(self.nonlinearity, nn.SiLU) and functional.fused(x, self.backend)
+
+    def _temporal(self, x: Tensor, past: Tensor | None, future: Tensor | None) -> Tensor:
+        """`conv_temp`, width 3, where an adapter wraps it, over each chunk between the frames that it may see.
+
+        x (B, T_local, C, S), past and future (B, 1, S, C) or None for zeros -> like x.
+        """
         rank, _ = parallel.rank_and_size(self.group)
         start, frames = sum(self.counts[:rank]), x.shape[1]
         stop, total = start + frames, sum(self.counts)
-        past, future = parallel.halo(x, 1, 1, self.group, self.counts)
-        around = torch.cat([past, x, future], 1).transpose(1, 2)  # (B, C, T_local + 2, S): frame t is at t - start + 1
+        before, after = (x.new_zeros(x[:, :1].shape) if t is None else t.transpose(2, 3) for t in (past, future))
+        around = torch.cat([before, x, after], 1).transpose(1, 2)  # (B, C, T_local + 2, S); frame t at t - start + 1
         size = self.chunk_frames or total
         ends = [end for end in range(start + 1, stop + 1) if end % size == 0 or end == stop]
         out, first = [], start

@@ -15,7 +15,7 @@ pytest.importorskip("diffusers", minversion="0.42")
 
 from diffusers.models.transformers import transformer_sana_wm as host
 
-from frame_gdn.hosts import adopt, sana_ffn, sana_wm
+from frame_gdn.hosts import adopt, feed_forward, sana_ffn, sana_wm
 from tests.hosts.sana_wm import output_and_gradients, tiny_inputs, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,15 +59,15 @@ def values(ffn: nn.Module, x: Tensor) -> dict[str, Tensor]:
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes that the fused kernel is called with."""
-    from frame_gdn.kernels.triton import glu_conv
+    from frame_gdn.kernels.triton import operators
 
-    calls, whole = [], glu_conv.glu_conv
+    calls, whole = [], operators.glu_conv
 
     def counted(x: Tensor, *args: Any) -> Tensor:
         calls.append(tuple(x.shape))
         return whole(x, *args)
 
-    monkeypatch.setattr(glu_conv, "glu_conv", counted)
+    monkeypatch.setattr(operators, "glu_conv", counted)
     return calls
 
 
@@ -235,7 +235,7 @@ def test_unswap_gives_the_convolutions_back() -> None:
     kinds = [type(m) for m in model.modules()]
     swap(model)
     mlp = model.blocks[0].mlp
-    assert [type(m.conv) for m in (mlp.inverted_conv, mlp.depth_conv, mlp.point_conv)] == 3 * [sana_ffn.Conv2d]
+    assert [type(m.conv) for m in (mlp.inverted_conv, mlp.depth_conv, mlp.point_conv)] == 3 * [feed_forward.Conv2d]
     assert type(mlp.t_conv) is nn.Conv2d and type(mlp.point_conv) is sana_wm.REPLACEMENTS["SanaWMConvLayer"]
     assert [type(m) for m in unswap(model).modules()] == kinds
 

@@ -7,15 +7,18 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, DPMSolverMultistepScheduler, SanaVideoPipeline
+from diffusers.models.transformers import transformer_sana_video as host
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import Gemma2Config, Gemma2Model, PreTrainedTokenizerFast
 
 from benchmarks import sana_video_start
 from frame_gdn import swap
-from frame_gdn.hosts import sana_video
+from frame_gdn.hosts import adopt, sana_video
+from frame_gdn.hosts.feed_forward import free_convolutions
 from tests.helpers import fill_randomly, relative_error
 from tests.hosts.warm_start import TINY, tiny_inputs, tiny_model
+from tests.kernels.test_steps import DEVICE
 
 
 @torch.no_grad()
@@ -135,3 +138,54 @@ def test_the_pipeline_under_offloading_by_groups() -> None:
     frames = film(pipeline)
     pipeline.enable_group_offload(onload_device=torch.device("cpu"), offload_type="leaf_level")
     assert torch.equal(film(pipeline), frames)
+
+
+C, CLIP = 16, (2, 5, 2, 4)
+
+
+def feed_forward(backend: str | None, chunk_frames: int | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    """The host's own where backend is None, else swapped; the weights are the same."""
+    torch.manual_seed(0)
+    ff = fill_randomly(host.GLUMBTempConv(C, C, 1.5, residual_connection=False)).to(DEVICE, dtype)
+    if backend is not None:
+        free = free_convolutions([ff.conv_inverted, ff.conv_depth, ff.conv_point, ff.conv_temp])
+        adopt([(ff, sana_video.GLUMBTempConv), *free], backend=backend, chunk_frames=chunk_frames, counts=[CLIP[1]])
+    return ff
+
+
+def of_feed_forward(ff: Any) -> dict[str, Tensor]:
+    """Output and every gradient by name."""
+    generator = torch.Generator().manual_seed(1)
+    x, direction = (torch.randn(*CLIP, C, generator=generator).to(next(ff.parameters())) for _ in range(2))
+    out = ff(x.requires_grad_())
+    (out * direction).sum().backward()
+    return {"out": out.detach(), "x": x.grad, **{name: p.grad for name, p in ff.named_parameters()}}
+
+
+@pytest.mark.parametrize("chunk_frames", [None, 2])
+def test_the_fused_feed_forward_is_as_exact_as_the_plain_one(chunk_frames: int | None) -> None:
+    exact = of_feed_forward(feed_forward("torch", chunk_frames, torch.float64))
+    if chunk_frames is None:
+        for name, value in of_feed_forward(feed_forward(None, dtype=torch.float64)).items():
+            assert relative_error(exact[name], value) <= 1e-14, name
+    plain, fused = (of_feed_forward(feed_forward(backend, chunk_frames)) for backend in ("torch", "triton"))
+    for name, value in exact.items():
+        bound = max(2 * relative_error(plain[name], value), 1e-6)
+        assert relative_error(fused[name], value) <= bound, name
+
+
+@pytest.mark.parametrize("wrapped", ["conv_inverted", "conv_depth", "conv_point", "conv_temp"])
+def test_an_adapter_in_the_feed_forward_changes_nothing_before_it_is_trained(wrapped: str) -> None:
+    """And is used: around what is fused the plain way is taken."""
+    peft = pytest.importorskip("peft")
+    ff = feed_forward("triton", 2)
+    expected = of_feed_forward(ff)["out"]
+    rank = 2 * int(1.5 * C) if wrapped == "conv_depth" else 2
+    peft.inject_adapter_in_model(peft.LoraConfig(r=rank, target_modules=[wrapped]), ff)
+    found = of_feed_forward(ff.to(DEVICE))["out"]
+    assert relative_error(found, expected) <= 1e-5
+    with torch.no_grad():
+        for name, parameter in ff.named_parameters():
+            if "lora" in name:
+                parameter.normal_()
+    assert relative_error(of_feed_forward(ff)["out"], expected) > 0.01
