@@ -29,8 +29,8 @@ from frame_gdn import checks
 from frame_gdn.pipeline import FrameGDNRolloutPipeline
 from models import VideoDiT
 from training.cli import one_line, positive, run, whole
-from training.hosts import load_safely
 from training.latents import Codec, latent_shape, load_codec
+from training.pretrained import load_safely
 from training.video import VideoWriter, read_video, video_fps
 
 TEXT_FIELDS = ("prompt_embeds", "prompt_attention_mask")

@@ -100,6 +100,7 @@ def train(config: TrainConfig, accelerator: Accelerator, ranks: Ranks, stop: Sto
     ranks.doing("reading the data", alone=True)
     # The main process encodes videos, the others find them encoded.
     dataset = ranks.main_first(lambda: VideoLatents(**{"seed": config.seed, **config.data}))
+    check_alike(ranks, dataset)
     shape = dataset.latent_shape
     channels, num_frames, *_ = shape
     frames_per_rank = split_frames(num_frames, config.cp_size)
@@ -111,7 +112,7 @@ def train(config: TrainConfig, accelerator: Accelerator, ranks: Ranks, stop: Sto
     ranks.doing("building the model", alone=True)
     dtype = getattr(torch, config.weight_dtype)
     model = build_model(config, channels, dtype)
-    check_data(model, dataset.shapes)
+    check_data(model, dataset.shapes, dataset.prompts)
     choose_parameters(model, dataset.shapes, gates_only=config.train_gates_only, lora_rank=config.lora_rank)
     chunk_frames = chunk_frames_of(model)
     if config.validation_steps:
@@ -353,6 +354,16 @@ def build_model(config: TrainConfig, channels: int, dtype: torch.dtype) -> nn.Mo
     if config.gradient_checkpointing:
         model.enable_gradient_checkpointing()
     return model.double() if dtype == torch.float64 else model
+
+
+def check_alike(ranks: Ranks, dataset: VideoLatents) -> None:
+    """Raises ValueError on all ranks where they see other clips: another folder, or one that is being encoded."""
+    seen = ranks.gather([dataset.fingerprint(), len(dataset)])
+    if any(other != seen[0] for other in seen):
+        counts = [count for _, count in seen]
+        raise ValueError(
+            f"the ranks see other clips, by rank {counts} of them: do all read the same folder, which nobody writes to?"
+        )
 
 
 def build_loader(

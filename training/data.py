@@ -20,6 +20,7 @@ last encoding of each video made.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -54,6 +55,8 @@ FORMAT = 2
 that one read BT.709 as BT.601 and took time from the count of frames."""
 
 MADE_BY_ENCODE = re.compile(r".*-[0-9a-f]{16}\.safetensors")
+WHAT_WEIGHTS_SAY = ("pretrained_model_name_or_path", "mean", "std")
+PRECISION = ("dtype", "ftfy")
 OLD_PROMPTS = "an earlier training.encode"
 LARGEST_CAPTION = 1 << 20  # bytes
 # What opening or reading a shard raises that is cut short, damaged or gone; json's error among the ValueErrors.
@@ -166,7 +169,7 @@ class VideoLatents(Dataset[dict[str, Any]]):
                 raise ValueError(
                     f"{printable(shard)}: clip {name!r} must have latents (C, t, h, w), got {shapes['latents']}"
                 )
-            kind = f"{shapes} by {_identity(codec)}" + (f", prompts by {_identity(prompts)}" if prompts else "")
+            kind = f"{shapes} by {_kind(codec)}" + (f", prompts by {_kind(prompts)}" if prompts else "")
             kinds.setdefault(kind, f"{name} of {printable(shard)}")
             self._clips.append((shard, name))
             self.shapes: dict[str, tuple[int, ...]] = shapes
@@ -312,12 +315,7 @@ def encode_videos(
     encoding = Encoding(paths, folder, codec.describe(), clip, prompts.describe() if prompts else None, dtype)
     latent_shape(codec, clip.num_frames, clip.height, clip.width)
     encoding.begin()
-    for wait in (False, True):  # first what no other process encodes, then what another one has finished or left
-        for source in encoding.unsettled():
-            with encoding.manifest.claim(source.key, wait=wait) as is_claimed:
-                if is_claimed:
-                    encoding.settle(source, codec, prompts)
-    return encoding.finish()
+    return encoding.encode(codec, prompts)
 
 
 @dataclass(frozen=True)
@@ -361,15 +359,24 @@ class Encoding:
         except OSError as error:
             raise ValueError(f"{printable(self.folder)} cannot be used for shards ({error.strerror})") from error
 
-    def begin(self) -> None:
-        """Settle what is there already and mark the rest, so that an unfinished encoding can be told."""
+    def begin(self, *, read_content: bool = False) -> None:
+        """Settle what is there already and mark the rest, so that an unfinished encoding can be told.
+
+        Args:
+            read_content: also recognise files that were copied or renamed, for which all their bytes are read.
+        """
         remove_unfinished(self.folder)
+        self.manifest.refresh()
+        contents = {}
+        for source in self.sources if read_content else ():  # before the lock, for it takes long
+            with contextlib.suppress(VideoError):
+                contents[source.key] = self._content(source)
         with self.manifest.locked():
             self.manifest.refresh()
             changes = []
             for source in self.sources:
                 try:
-                    entry = self.look_up(source, read_content=False)
+                    entry = self.look_up(source, contents.get(source.key) or self._content(source, read=False))
                 except VideoError as error:
                     entry = _failed(source, error)
                 changes.append(entry)
@@ -380,58 +387,90 @@ class Encoding:
     def unsettled(self) -> list[Source]:
         return [source for source in self.sources if source.key not in self.entries]
 
-    def look_up(self, source: Source, *, read_content: bool = True) -> Entry:
+    def captions(self) -> list[str]:
+        """Of the files that are to be encoded, where captions are asked for."""
+        captions = []
+        for source in self.unsettled() if self.has_captions else ():
+            with contextlib.suppress(VideoError):  # said when it is settled
+                captions.append(_caption(source.path))
+        return captions
+
+    def look_up(self, source: Source, content: tuple[tuple[int, ...], str]) -> Entry:
         """The source's shard, or why it has none, or neither: then it is to be encoded.
 
+        Args:
+            content: as `_content` returns it.
+
         Raises:
-            VideoError: the file or its caption cannot be read.
+            VideoError: the caption cannot be read.
         """
-        if not source.path.is_file():
-            raise VideoError(f"{printable(source.path)}: no such file", is_lasting=False)
-        try:
-            stat = _stat(source.path)
-            known = self.manifest.entries.get(source.key)
-            content = known.content if known is not None and known.stat == stat else ""
-            if not content and read_content:
-                content = content_of(source.path)
-        except OSError as error:
-            raise VideoError(
-                f"{printable(source.path)}: cannot be read ({error.strerror})", is_lasting=False
-            ) from error
         caption = self.caption(source)
-        entry = Entry(source.key, source.name, source.root, stat, content)
-        if not content:
+        entry = Entry(source.key, source.name, source.root, *content)
+        if not entry.content:
             return entry
-        request = digest_of([content, source.name, caption, self.options])
+        request = digest_of([entry.content, source.name, caption, self.options])
         shard = _shard_name(source.path, request)
-        entry = replace(entry, request=request)
         if _is_whole(self.folder / shard):
-            return replace(entry, shard=shard)
-        return replace(entry, reason=self.manifest.reasons.get(request))
+            return replace(entry, request=request, shard=shard)
+        return replace(entry, request=request, reason=self.manifest.reasons.get(request))
+
+    def _content(self, source: Source, *, read: bool = True) -> tuple[tuple[int, ...], str]:
+        """The file's stat and the digest of all its bytes: as the manifest knows it or, to `read`, anew, else "".
+
+        Raises:
+            VideoError: the file cannot be read.
+        """
+        try:
+            if not source.path.is_file():
+                raise VideoError(f"{printable(source.path)}: no such file", is_lasting=False)
+            stat, known = _stat(source.path), self.manifest.entries.get(source.key)
+            if known is not None and known.stat == stat and known.content:
+                return stat, known.content
+            return stat, content_of(source.path) if read else ""
+        except OSError as error:
+            reason = f"{printable(source.path)}: cannot be read ({error.strerror})"
+            raise VideoError(reason, is_lasting=False) from error
 
     def caption(self, source: Source) -> str | None:
         return _caption(source.path) if self.has_captions else None
 
-    def settle(self, source: Source, codec: Codec, prompts: PromptEncoder | None) -> None:
-        """Make a source's shard, unless another process has by now, or find out why there is none."""
+    def encode(self, codec: Codec | None, prompts: PromptEncoder | None) -> list[Path]:
+        """Make what there is not; all shards, in the order of the files.
+
+        Args:
+            codec: None where nothing is unsettled.
+
+        Raises:
+            ValueError: as `encode_videos`.
+        """
+        for wait in (False, True):  # first what no other process encodes, then what another one has finished or left
+            for source in self.unsettled():
+                with self.manifest.claim(source.key, wait=wait) as is_claimed:
+                    if is_claimed:
+                        self._make(source, codec, prompts)
+        return self._finish()
+
+    def _make(self, source: Source, codec: Codec | None, prompts: PromptEncoder | None) -> None:
+        """A source's shard, unless another process made it by now, or why there is none."""
         self.manifest.refresh()
+        entry: Entry | None = None
         try:
-            entry = self.look_up(source)
+            entry = self.look_up(source, self._content(source))
             if entry.is_pending:
                 shard = self.folder / _shard_name(source.path, entry.request)
                 if shard.exists():
                     logger.warning("%s is cut short or damaged, and made anew", printable(shard))
                 caption = self.caption(source)
+                assert codec is not None
                 _encode_video(source.path, source.name, caption, shard, codec, self.clip, prompts, self.dtype)
-                if _stat(source.path) != entry.stat:
+                if self._content(source, read=False)[0] != entry.stat:
                     shard.unlink()
-                    raise VideoError(
-                        f"{printable(source.path)}: it was written to while it was read", is_lasting=False
-                    )
+                    written = f"{printable(source.path)}: it was written to while it was read"
+                    raise VideoError(written, is_lasting=False)
                 entry = replace(entry, shard=shard.name)
         except VideoError as error:
             failed = _failed(source, error)
-            entry = replace(entry, reason=failed.reason) if error.is_lasting else failed
+            entry = replace(entry, reason=failed.reason) if entry is not None and error.is_lasting else failed
         self.manifest.append(entry)
         self._settle(source, entry)
 
@@ -440,7 +479,7 @@ class Encoding:
         if entry.shard is None:
             logger.warning("skipped %s: %s", printable(source.path), entry.reason)
 
-    def finish(self) -> list[Path]:
+    def _finish(self) -> list[Path]:
         """Say what was skipped; the shards that there are, in the order of the files."""
         self.manifest.append(*self._gone())
         entries = [self.entries[source.key] for source in self.sources]
@@ -626,10 +665,16 @@ def _caption(path: Path) -> str:
 
 
 def _identity(description: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """A description without where a model is kept, if it has a digest of its weights."""
+    """What of a description tells results apart: of a model not where it is, if there is a digest of its weights."""
     if description is None or "weights" not in description:
         return description
-    return {key: value for key, value in description.items() if key != "pretrained_model_name_or_path"}
+    return {key: value for key, value in description.items() if key not in WHAT_WEIGHTS_SAY}
+
+
+def _kind(description: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """What of a description must be the same in a data set: all but how exactly a model computed."""
+    identity = _identity(description)
+    return identity and {key: value for key, value in identity.items() if key not in PRECISION}
 
 
 def _description(text: str, shard: Path) -> dict[str, Any]:

@@ -32,8 +32,8 @@ from training.cli import run
 from training.config import TrainConfig, parse_config
 from training.data import VideoLatents
 from training.evaluation import continuation_psnr, continue_clip
-from training.hosts import load_safely
 from training.latents import load_codec
+from training.pretrained import load_safely
 from training.video import write_video
 
 ROOT = Path(__file__).parents[1]

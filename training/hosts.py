@@ -15,11 +15,11 @@ from typing import Any
 import diffusers
 import torch
 from diffusers.utils import recurse_remove_peft_layers
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from frame_gdn import hosts, swap
 from models import VideoDiT
+from training.pretrained import load_safely
 
 GATES = ("beta_proj", "gate_proj", "A_log", "dt_bias", "output_gate")
 """Names of what `train_gates_only` trains: all that a warm start adds, and SANA-WM's own."""
@@ -59,19 +59,6 @@ def load_transformer(name_or_path: str, dtype: torch.dtype, model: dict[str, Any
     return swap(loaded, **swapping)
 
 
-def load_safely(cls: Any, name_or_path: str | Path, subfolder: str | None, **options: Any) -> Any:
-    """`cls.from_pretrained` of a model's folder or hub name, from safetensors alone: other formats may run code.
-
-    Raises:
-        ValueError: naming a file that is missing or cannot be read.
-    """
-    try:
-        return cls.from_pretrained(name_or_path, subfolder=subfolder, use_safetensors=True, **options)
-    except (OSError, SafetensorError) as error:
-        where = f"{name_or_path}/{subfolder}" if subfolder else f"{name_or_path}"
-        raise ValueError(f"{where}: no {cls.__name__} can be read from its safetensors: {error}") from error
-
-
 def chunk_frames_of(model: nn.Module) -> int | None:
     """Latent frames a chunk, of a model that is chunk-causal."""
     return model.config.chunk_frames if isinstance(model, VideoDiT) else model.chunk_frames
@@ -85,11 +72,17 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
     return described
 
 
-def check_data(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare a model with the data's fields and their shapes.
+def check_data(
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], prompts: Mapping[str, Any] | None = None
+) -> None:
+    """Compare a model with the data's fields and their shapes, and with what made its prompts.
+
+    Args:
+        prompts: what the shards say of it, as `VideoLatents.prompts`; None: they come from elsewhere and do not say.
 
     Raises:
-        ValueError: latents of another number of channels, no text where the model reads it, or another encoder's.
+        ValueError: latents of another number of channels, no text where the model reads it, another encoder's, or one
+            that is not as the model's pipeline gives it.
     """
     channels, wanted = shapes["latents"][0], model.config.in_channels
     if channels != wanted:
@@ -101,6 +94,13 @@ def check_data(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
         has = "no prompt_embeds" if text is None else f"prompt_embeds of width {text[-1]}"
         reads = "no text" if width is None else f"text of width {width}"
         raise ValueError(f"the model reads {reads}, the data has {has}")
+    name = next((name for name in class_names(model) if name in PROMPTS_OF), None)
+    made_by = None if prompts is None else prompts.get("pipeline")
+    if name is not None and made_by is not None and made_by not in PROMPTS_OF[name]:
+        raise ValueError(
+            f"a {name} reads prompts as {PROMPTS_OF[name][0]} gives them; those of the data were made by {made_by}: "
+            "run training.encode again with the model's pipeline"
+        )
     if model.config.get("guidance_embeds"):
         raise ValueError("a model distilled from guidance (guidance_embeds) is not trained here")
 
@@ -224,6 +224,9 @@ def _sana_video(model, latents, timestep, text, batch, frames, counts) -> dict[s
 
 
 def _wan(model, latents, timestep, text, batch, frames, counts) -> dict[str, Any]:
+    mask = batch.get("prompt_attention_mask")
+    if mask is not None:  # Wan takes no mask: its pipeline zeroes what is behind the prompt's end
+        text = torch.where(mask.bool()[..., None], text, 0)
     return {
         "hidden_states": latents,
         "timestep": time_of_tokens(model, latents, timestep),
@@ -240,6 +243,18 @@ def time_of_tokens(model: Any, latents: Tensor, timestep: Tensor) -> Tensor:
     tokens = (latents.shape[3] // height) * (latents.shape[4] // width)
     return timestep[:, ::length].repeat_interleave(tokens, 1)
 
+
+PROMPTS_OF = {
+    "SanaVideoTransformer3DModel": ("SanaVideoPipeline", "SanaImageToVideoPipeline"),
+    "SanaWMTransformer3DModel": ("SanaWMPipeline",),
+    "WanTransformer3DModel": (
+        "WanPipeline",
+        "WanImageToVideoPipeline",
+        "WanVideoToVideoPipeline",
+        "WanVACEPipeline",
+    ),
+}
+"""The pipelines that give a transformer of diffusers its prompts, those of a transformer all in the same way."""
 
 CALLS: dict[str, Callable[..., dict[str, Any]]] = {
     "VideoDiT": _video_dit,

@@ -7,15 +7,18 @@ it again.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from accelerate import init_empty_weights
 from diffusers import AutoModel
 from diffusers.models.autoencoders.autoencoder_kl_cosmos import CosmosPatchEmbed3d, CosmosUnpatcher3d
 from torch import Tensor, nn
 
 from frame_gdn import checks
 from frame_gdn.decoding import stream_decoder
+from training.pretrained import load_safely, local_folder, weights_digest
 
 
 class Codec(Protocol):
@@ -53,12 +56,17 @@ def load_codec(description: Mapping[str, Any], device: torch.device | str = "cpu
 
 def latent_shape(codec: Codec, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
     """(C, t, h, w) of a clip's latents. Raises ValueError where the codec cannot take the clip whole."""
-    if num_frames < 1 or (num_frames - 1) % codec.frame_ratio:
-        raise ValueError(f"num_frames must be 1 + {codec.frame_ratio}·k, got {num_frames}")
-    if height % codec.size_ratio or width % codec.size_ratio:
-        raise ValueError(f"height and width must be multiples of {codec.size_ratio}, got {height} × {width}")
+    check_clip(codec.frame_ratio, codec.size_ratio, num_frames, height, width)
     frames = 1 + (num_frames - 1) // codec.frame_ratio
     return codec.channels, frames, height // codec.size_ratio, width // codec.size_ratio
+
+
+def check_clip(frame_ratio: int, size_ratio: int, num_frames: int, height: int, width: int) -> None:
+    """Raises ValueError for a clip of which a codec with these ratios would leave something out."""
+    if num_frames < 1 or (num_frames - 1) % frame_ratio:
+        raise ValueError(f"num_frames must be 1 + {frame_ratio}·k, got {num_frames}")
+    if height % size_ratio or width % size_ratio:
+        raise ValueError(f"height and width must be multiples of {size_ratio}, got {height} × {width}")
 
 
 class HaarCodec:
@@ -143,7 +151,8 @@ class VaeCodec:
     applied in float32 whatever `dtype` the VAE runs in.
 
     Raises:
-        ValueError: a VAE whose config does not say how its latents are normalised, or how much it compresses.
+        ValueError: no VAE there, or one whose config does not say how its latents are normalised, or how much it
+            compresses.
     """
 
     def __init__(
@@ -154,19 +163,36 @@ class VaeCodec:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.source = {"pretrained_model_name_or_path": pretrained_model_name_or_path, "subfolder": subfolder}
-        vae = AutoModel.from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, torch_dtype=dtype)
+        self.source = self.identify(pretrained_model_name_or_path, subfolder=subfolder, dtype=dtype)
+        folder = _vae_folder(pretrained_model_name_or_path, subfolder)
+        vae = load_safely(AutoModel, folder, None, torch_dtype=dtype)
         self.vae = vae.eval().requires_grad_(False).to(device)
         self.norm = LatentNorm.of(self.vae)
         self.channels = len(self.norm.mean)
-        self.frame_ratio = self._ratio("temporal_compression_ratio", "scale_factor_temporal")
-        self.size_ratio = self._ratio("spatial_compression_ratio", "scale_factor_spatial")
+        self.frame_ratio, self.size_ratio = _ratios(self.vae)
 
-    def _ratio(self, *names: str) -> int:
-        ratio = _first(*map(self.vae.config.get, names), *map(vars(self.vae).get, names))
-        if ratio is None:
-            raise ValueError(f"{type(self.vae).__name__} does not say its {' or '.join(names)}")
-        return int(ratio)
+    @staticmethod
+    def identify(
+        pretrained_model_name_or_path: str, *, subfolder: str | None = None, dtype: torch.dtype = torch.float32
+    ) -> dict[str, Any]:
+        """What `describe` says of a VAE that is not loaded: all but how its latents are normalised."""
+        return {
+            "kind": "vae",
+            "pretrained_model_name_or_path": pretrained_model_name_or_path,
+            "subfolder": subfolder,
+            "weights": weights_digest(_vae_folder(pretrained_model_name_or_path, subfolder)),
+            "dtype": str(dtype),
+        }
+
+    @staticmethod
+    def check_clip(
+        pretrained_model_name_or_path: str, num_frames: int, height: int, width: int, *, subfolder: str | None = None
+    ) -> None:
+        """Raises ValueError for a clip of which the VAE would leave something out; its weights are not loaded."""
+        folder = _vae_folder(pretrained_model_name_or_path, subfolder)
+        with init_empty_weights():
+            vae = AutoModel.from_config(str(folder))
+        check_clip(*_ratios(vae), num_frames, height, width)
 
     @torch.no_grad()
     def encode(self, video: Tensor) -> Tensor:
@@ -190,7 +216,29 @@ class VaeCodec:
             yield _to_video(pixels.float(), torch.Size())
 
     def describe(self) -> dict[str, Any]:
-        return {"kind": "vae", **self.source, "mean": list(self.norm.mean), "std": list(self.norm.std)}
+        return {**self.source, "mean": list(self.norm.mean), "std": list(self.norm.std)}
+
+
+def _vae_folder(name_or_path: str, subfolder: str | None) -> Path:
+    folder = local_folder(name_or_path, f"{subfolder}/*" if subfolder else "*") / (subfolder or "")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds no VAE: there is no config.json")
+    return folder
+
+
+def _ratios(vae: nn.Module) -> tuple[int, int]:
+    """By how much a VAE compresses time and space."""
+
+    def ratio(*names: str) -> int:
+        value = _first(*map(vae.config.get, names), *map(vars(vae).get, names))
+        if value is None:
+            raise ValueError(f"{type(vae).__name__} does not say its {' or '.join(names)}")
+        return int(value)
+
+    return (
+        ratio("temporal_compression_ratio", "scale_factor_temporal"),
+        ratio("spatial_compression_ratio", "scale_factor_spatial"),
+    )
 
 
 def _first(*values: Any) -> Any:

@@ -140,13 +140,18 @@ def _without_defaults(entry: Entry) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Holds a lock that ends with the process, however it ends; yields whether it is held."""
+def lock(path: Path, *, wait: bool = True, shared: bool = False) -> Iterator[bool]:
+    """Holds a lock that ends with the process, however it ends; yields whether it is held.
+
+    Args:
+        wait: until others have released it.
+        shared: with all who ask for it like this.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:
             os.close(file)
             if error.errno not in UNLOCKABLE and not isinstance(error, BlockingIOError):
@@ -161,7 +166,8 @@ def lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
     try:
         yield True
     finally:
-        path.unlink(missing_ok=True)
+        if not shared:  # others may hold this very file
+            path.unlink(missing_ok=True)
         os.close(file)
 
 
