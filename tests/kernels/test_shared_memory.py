@@ -17,7 +17,7 @@ LIMIT = 101376
 def launches(D, dtype, exact, rotary):
     """What one call of `bidirectional_gdn` and of the primitive launches, forward and backward, cut into spans.
 
-    (kernel, tensors, numbers, options, tiles) of each `_launch`, which is not run: what tensors hold is arbitrary.
+    (kernel, arguments, options, tiles) of each launch, which is not run: what tensors hold is arbitrary.
     """
     from frame_gdn.kernels.triton.launch import Launcher
     from frame_gdn.kernels.triton.steps import TritonSteps
@@ -30,8 +30,8 @@ def launches(D, dtype, exact, rotary):
         def shared_memory(self, device):
             return LIMIT
 
-        def launch(self, kernel, grid, tensors, numbers, options, tiles):
-            found.append((kernel, tensors, numbers, options, tiles[options["PRECISION"]]))
+        def launch(self, kernel, grid, arguments, options, tiles):
+            found.append((kernel, arguments, options, tiles[options["PRECISION"]]))
 
     B, T, S, H = 1, 4, 16, 1
 
@@ -54,30 +54,38 @@ def launches(D, dtype, exact, rotary):
     return found
 
 
-def compiled(kernel, tensors, numbers, options, tile, capability=89):
+KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8"}
+
+
+def specialized(value, place, constants, attributes):
+    """The type of one argument as Triton compiles for it; constants and alignments are noted by the argument's place."""
+    if isinstance(value, tuple):
+        return tuple(specialized(x, (*place, i), constants, attributes) for i, x in enumerate(value))
+    if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+        attributes[place] = [["tt.divisibility", 16]]
+    if isinstance(value, torch.Tensor):
+        return f"*{KINDS[value.dtype]}"
+    if isinstance(value, float):
+        return "fp32"
+    if value == 1:
+        constants[place] = 1
+        return "constexpr"
+    return "i32" if value < 2**31 else "i64"
+
+
+def compiled(kernel, arguments, options, tile, capability=89):
     """The kernel as a launch with these arguments would have it."""
     import triton
     from triton.backends.compiler import GPUTarget
 
-    kinds = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8"}
-    constants = {**options, **{name: n for name, n in tile.items() if name not in ("num_warps", "maxnreg")}}
-    signature, attributes = {}, {}
-    values = iter((*tensors, *numbers))
+    named = {**options, **{name: n for name, n in tile.items() if name not in ("num_warps", "maxnreg")}}
+    signature, constants, attributes = {}, {}, {}
+    values = iter(arguments)
     for i, parameter in enumerate(kernel.params):
         if parameter.is_constexpr:
-            signature[parameter.name] = "constexpr"
-            continue
-        value = next(values)
-        if isinstance(value, torch.Tensor):
-            signature[parameter.name] = f"*{kinds[value.dtype]}"
-        elif isinstance(value, float):
-            signature[parameter.name] = "fp32"
-        elif value == 1:
-            signature[parameter.name], constants[parameter.name] = "constexpr", 1
+            signature[parameter.name], constants[(i,)] = "constexpr", named[parameter.name]
         else:
-            signature[parameter.name] = "i32" if value < 2**31 else "i64"
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
-            attributes[(i,)] = [["tt.divisibility", 16]]
+            signature[parameter.name] = specialized(next(values), (i,), constants, attributes)
     source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
     settings = {name: n for name, n in tile.items() if name in ("num_warps", "maxnreg")}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=settings)
@@ -86,14 +94,14 @@ def compiled(kernel, tensors, numbers, options, tile, capability=89):
 def misfits(D, dtype, exact, rotary):
     """The launches none of whose tiles fits, least tile first: (kernel, options, bytes of the least)."""
     tried, found = set(), []
-    for kernel, tensors, numbers, options, tiles in launches(D, getattr(torch, dtype), exact, rotary):
+    for kernel, arguments, options, tiles in launches(D, getattr(torch, dtype), exact, rotary):
         # Which way a scan runs and what enters it make no difference to what it holds.
         same = {"HAS_IN", "HAS_IN0", "HAS_IN1", "HAS_STATES", "KINDS", "ENTERING", "CUT"}
         key = (kernel.__name__, *(x for name, x in options.items() if name not in same))
         if key in tried:
             continue
         tried.add(key)
-        sizes = (compiled(kernel, tensors, numbers, options, tile).metadata.shared for tile in reversed(tiles))
+        sizes = (compiled(kernel, arguments, options, tile).metadata.shared for tile in reversed(tiles))
         if all((least := size) > LIMIT for size in sizes):
             found.append((kernel.__name__, options, least))
     assert tried

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import operator
+from .launch import launch, operator
 
 _ELEMENTS = 1024
 
@@ -43,7 +43,7 @@ def silu_gate(x: Tensor, gate: Tensor) -> Tensor:
     """x · SiLU(gate), both of one shape -> like x, contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if n := out.numel():
-        _gate_kernel[(triton.cdiv(n, _ELEMENTS),)](x.contiguous(), gate.contiguous(), out, n, BLOCK=_ELEMENTS)
+        launch(_gate_kernel, triton.cdiv(n, _ELEMENTS), (x.contiguous(), gate.contiguous(), out, n), BLOCK=_ELEMENTS)
     return out
 
 
@@ -52,9 +52,10 @@ def silu_gate_backward(dout: Tensor, x: Tensor, gate: Tensor) -> tuple[Tensor, T
     """Gradients of x and gate."""
     dx, dgate = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, gate))
     if n := dx.numel():
-        _gate_backward_kernel[(triton.cdiv(n, _ELEMENTS),)](
-            x.contiguous(), gate.contiguous(), dout.contiguous(), dx, dgate, n, BLOCK=_ELEMENTS
-        )
+        launch(
+            _gate_backward_kernel, triton.cdiv(n, _ELEMENTS),
+            (x.contiguous(), gate.contiguous(), dout.contiguous(), dx, dgate, n), BLOCK=_ELEMENTS,
+        )  # fmt: skip
     return dx, dgate
 
 

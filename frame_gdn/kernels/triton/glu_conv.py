@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import operator
+from .launch import launch, operator
 from .tiles import empty_tuple
 
 #: Channels of a program and its warps, two channels a thread; the most rows of a strip.
@@ -73,7 +73,7 @@ def _load_column(ptrs, row, below, stride, live, COUNT: tl.constexpr):
 def _load_taps(ptr, c, live, TAPS: tl.constexpr):
     taps = empty_tuple()
     for i in tl.static_range(TAPS):
-        taps = taps + (tl.load(ptr + c * TAPS + i, mask=live, other=0.0).to(tl.float32),)
+        taps = taps + (tl.load(ptr + c.to(tl.int64) * TAPS + i, mask=live, other=0.0).to(tl.float32),)
     return taps
 
 
@@ -206,7 +206,7 @@ def _conv_backward_kernel(
     x_ptrs = x_ptr + pixel * C + c
     dx_ptrs = dx_ptr + pixel * C + c
     d_ptrs = dconv_ptr + (pixel - REACH * row) * C + c
-    partial_ptr += (image * tiles + tile) * (K * K + 1) * C
+    partial_ptr += (image * tiles + tile) * (K * K + 1) * C + c
     taps = _load_taps(weight_ptr, c, live, K * K)
     dtaps = empty_tuple()
     for _ in tl.static_range(K * K):
@@ -250,8 +250,9 @@ def _conv_backward_kernel(
         dx_ptrs += C
         window, coming, pixels = window[TALL:], next_coming, next_pixels
     for i in tl.static_range(K * K):
-        tl.store(partial_ptr + i * C + c, dtaps[i], mask=live)
-    tl.store(partial_ptr + K * K * C + c, dbias, mask=live)
+        tl.store(partial_ptr, dtaps[i], mask=live)
+        partial_ptr += C
+    tl.store(partial_ptr, dbias, mask=live)
 
 
 def _strips(H: int) -> tuple[int, int]:
@@ -271,8 +272,9 @@ def _run_glu_conv(
 ) -> None:
     images, H, W, C = x.shape
     strips, rows = _strips(H)
-    _glu_conv_kernel[(strips * triton.cdiv(C // 2, _CHANNELS) * images,)](
-        x, weight, x if bias is None else bias, x if dout is None else dout, out, H, W,
+    launch(
+        _glu_conv_kernel, strips * triton.cdiv(C // 2, _CHANNELS) * images,
+        (x, weight, x if bias is None else bias, x if dout is None else dout, out, H, W),
         F=C // 2, K=weight.shape[-1], ROWS=rows, SILU=silu, HAS_BIAS=bias is not None, BACKWARD=dout is not None,
         HOW=_how(x), BC=_CHANNELS, num_warps=_WARPS,
     )  # fmt: skip
@@ -304,8 +306,9 @@ def glu_conv_backward(dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor | No
         x, weight = x.contiguous(), weight.contiguous()
         dconv = torch.empty_like(x)
         _run_glu_conv(x, weight, bias, silu, dout.contiguous(), dconv)
-        _conv_backward_kernel[(strips * triton.cdiv(C, _CHANNELS) * images,)](
-            x, weight, dconv, dx, partial, H, W,
+        launch(
+            _conv_backward_kernel, strips * triton.cdiv(C, _CHANNELS) * images,
+            (x, weight, dconv, dx, partial, H, W),
             C=C, K=K, ROWS=rows, SILU=silu, HOW=_how(x), BC=_CHANNELS, num_warps=_WARPS,
         )  # fmt: skip
     else:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,14 @@ from triton.runtime.errors import OutOfResources
 #: Whether kernels run in Triton's interpreter, on the CPU; a constant of kernels.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-#: Tiles of one kernel by precision, best first, as measured on an H200.
-Tiles = dict[str, list[dict[str, int]]]
+#: What a kernel may be launched with, best first: the sizes of its tile, and compiler's options such as num_warps.
+Tiles = Sequence[dict[str, int]]
 
-_compiled: dict[Any, Any] = {}
+#: How many blocks a grid may have.
+_LARGEST_GRID = 2**31 - 1
+
+#: How many launches are remembered.
+_MOST_LAUNCHES = 4096
 
 
 @functools.cache
@@ -32,7 +37,12 @@ def _shared_memory(device: torch.device) -> int:
 
 
 class Launcher:
-    """Launches kernels, and says what the device of a tensor offers. A test may hand in one of its own."""
+    """Launches kernels, and says what the device of a tensor offers. A test may pass one of its own."""
+
+    interpreted = bool(INTERPRETED)
+
+    def __init__(self) -> None:
+        self._compiled: dict[Any, Any] = {}
 
     def multiprocessors(self, device: torch.device) -> int:
         """How many multiprocessors the device has; one in the interpreter, where nothing runs side by side."""
@@ -42,48 +52,103 @@ class Launcher:
         """How many bytes a block of threads can have; an H200's in the interpreter."""
         return _shared_memory(device) if device.type == "cuda" else 232448
 
+    def device_of(self, arguments: tuple[Any, ...]) -> torch.device:
+        """The device of the first tensor among a launch's arguments."""
+        first = arguments[0]
+        return first.device if isinstance(first, Tensor) else self.device_of(first)
+
+    def current_device(self) -> int:
+        return torch.cuda.current_device()
+
+    def on(self, device: torch.device) -> AbstractContextManager[Any]:
+        """A context in which `device` is the current one, where Triton launches."""
+        return torch.cuda.device(device)
+
     def launch(
         self,
         kernel: Any,
-        grid: Callable[[dict[str, int]], tuple[int, int, int]],
-        tensors: Sequence[Tensor],
-        numbers: tuple[int | float, ...],
+        grid: Callable[[dict[str, int]], int],
+        arguments: tuple[Any, ...],
         options: dict[str, Any],
         tiles: Tiles,
     ) -> None:
-        """Launches with the first of the precision's tiles that fits the device; `grid` maps the tile to the grid.
+        """Launches `kernel` on the device of its first tensor, with the first of the tiles that fits the device.
 
-        What was compiled is found again by the arguments' types, alignments and values, which costs a fraction of the
+        Args:
+            grid: maps a tile to the number of programs, all in the grid's first dimension: the others end at 65,535.
+            arguments: tensors, numbers, None, and tuples of them, in the kernel's order.
+            options: the kernel's constants, by name, but for the tile's.
+
+        What was compiled is looked up by the arguments' types, alignments and values, which costs a fraction of the
         binding that Triton does on every launch; for a short clip the launches are what takes the time.
+
+        Raises:
+            ValueError: for more programs than a grid holds.
         """
-        if INTERPRETED:
-            tile = tiles[options["PRECISION"]][0]
-            kernel[grid(tile)](*tensors, *numbers, **options, **tile)
+        if self.interpreted:
+            kernel[(_checked(grid(tiles[0])),)](*arguments, **options, **tiles[0])
             return
-        device = tensors[0].device
-        if device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                self.launch(kernel, grid, tensors, numbers, options, tiles)
+        device = self.device_of(arguments)
+        if device.index != self.current_device():
+            with self.on(device):
+                self._launch(device, kernel, grid, arguments, options, tiles)
+        else:
+            self._launch(device, kernel, grid, arguments, options, tiles)
+
+    def _launch(
+        self,
+        device: torch.device,
+        kernel: Any,
+        grid: Callable[[dict[str, int]], int],
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        tiles: Tiles,
+    ) -> None:
+        key = (kernel.__name__, device.index, *options.values(), *_kinds(arguments))
+        known = self._compiled.get(key)
+        if known is not None:
+            compiled, tile, constants = known
+            compiled[_checked(grid(tile)), 1, 1](*arguments, *constants)
             return
-        kinds = [(x.dtype, x.data_ptr() & 15) for x in tensors]
-        key = (kernel.__name__, device.index, *options.values(), *numbers, *kinds)
-        found = _compiled.get(key)
-        if found is None:
-            for tile in tiles[options["PRECISION"]]:
-                try:
-                    compiled = kernel[grid(tile)](*tensors, *numbers, **options, **tile)
-                except OutOfResources as error:
-                    failure = error
-                    continue
-                constants = {**options, **tile}
-                _compiled[key] = compiled, tile, [constants[p.name] for p in kernel.params if p.is_constexpr]
-                return
-            raise failure
-        compiled, tile, constants = found
-        compiled[grid(tile)](*tensors, *numbers, *constants)
+        for tile in tiles:
+            try:
+                compiled = kernel[(_checked(grid(tile)),)](*arguments, **options, **tile)
+            except OutOfResources as error:
+                failure = error
+                continue
+            if len(self._compiled) >= _MOST_LAUNCHES:
+                self._compiled.clear()
+            constants = {**options, **tile}
+            self._compiled[key] = compiled, tile, [constants[p.name] for p in kernel.params if p.is_constexpr]
+            return
+        raise failure
+
+
+def _checked(programs: int) -> int:
+    if programs > _LARGEST_GRID:
+        raise ValueError(f"a launch of {programs} programs is beyond the {_LARGEST_GRID} of a grid: split the batch")
+    return programs
+
+
+def _kinds(arguments: tuple[Any, ...]) -> list[Any]:
+    """What Triton compiles differently for: tensors' dtypes and alignments, and the numbers themselves."""
+    kinds: list[Any] = []
+    for x in arguments:
+        if isinstance(x, Tensor):
+            kinds += (x.dtype, x.data_ptr() & 15)
+        elif type(x) is tuple:
+            kinds += _kinds(x)
+        else:
+            kinds.append(x)
+    return kinds
 
 
 _LAUNCHER = Launcher()
+
+
+def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], *, num_warps: int = 4, **options: Any) -> None:
+    """Launches a kernel that has one tile, its constants all in `options`; see `Launcher.launch`."""
+    _LAUNCHER.launch(kernel, lambda _: programs, arguments, options, ({"num_warps": num_warps},))
 
 
 @dataclass(frozen=True)
@@ -118,18 +183,8 @@ class Settings:
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """`torch.library.custom_op`, run on its first tensor's device: Triton launches on the current one, another GPU
-    where a model was moved to "cuda:1" or spread by a device map."""
-
-    def register(function: Callable[..., Any]) -> Any:
-        @functools.wraps(function)
-        def run(first: Tensor, *others: Any) -> Any:
-            with torch.cuda.device_of(first):
-                return function(first, *others)
-
-        return torch.library.custom_op(f"frame_gdn::{name}", run, mutates_args=())
-
-    return register
+    """`torch.library.custom_op` in this package's namespace: what torch.compile(fullgraph=True) sees of a kernel."""
+    return torch.library.custom_op(f"frame_gdn::{name}", mutates_args=())
 
 
 def cdiv(a: int, b: int) -> int:
@@ -149,6 +204,12 @@ def channel_tile(C: int, most: int, blocks: int) -> dict[str, int]:
     return {"BC": BC, "BLOCKS": triton.cdiv(C, BC)}
 
 
+def strided(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """A tensor as `tiles.locate` takes it, with the strides of its first three dimensions."""
+    b, n, h, *_ = x.stride()
+    return x, b, n, h
+
+
 def dense(x: Tensor) -> Tensor:
     """Channels next to one another; any other strides are taken as they come."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -162,9 +223,9 @@ def promoted_dtype(*tensors: Tensor | None) -> torch.dtype:
     return dtype
 
 
-def row_strides(x: Tensor | None) -> tuple[int, int]:
-    """Strides of batch and tokens, or of batch and frames; zeros where there is no such tensor."""
-    return (0, 0) if x is None else (x.stride(0), x.stride(1))
+def rows_strided(x: Tensor | None) -> tuple[Tensor | None, int, int]:
+    """A tensor with the strides of batch and tokens, or of batch and frames; zeros where there is none."""
+    return (x, 0, 0) if x is None else (x, x.stride(0), x.stride(1))
 
 
 def mask_bytes(mask: Tensor | None) -> Tensor | None:

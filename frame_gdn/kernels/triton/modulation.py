@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import channel_tile, dense, mask_bytes, operator, promoted_dtype, row_strides
+from .launch import channel_tile, dense, launch, mask_bytes, operator, promoted_dtype, rows_strided
 from .tiles import empty_tuple
 
 #: Tokens of a program that sums a frame's gradients.
@@ -21,11 +21,11 @@ _SHARE = 32
 
 @triton.jit
 def _modulated_norm_kernel(
-    x_ptr, shift_ptr, scale_ptr, mask_ptr, out_ptr, stats_ptr,
-    T, S, x_b, x_n, shift_b, shift_t, scale_b, scale_t, rows, eps,
+    x, shift, scale, mask_ptr, out_ptr, stats_ptr, shape, rows, eps,
     HAS_MASK: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """R tokens of a frame, a warp each: (x - mean) / std · (1 + scale) + shift. Mean and 1 / std go to `stats`."""
+    T, S = shape
     tiles = tl.cdiv(S, R)
     pid = tl.program_id(0)
     frame = (pid // tiles).to(tl.int64)
@@ -33,9 +33,9 @@ def _modulated_norm_kernel(
     b, t = frame // T, frame % T
     c = tl.arange(0, BC)
     there = (s < S)[:, None]
-    x_ptr += b * x_b + (t * S + s)[:, None] * x_n
-    shift_ptr += b * shift_b + t * shift_t
-    scale_ptr += b * scale_b + t * scale_t
+    x_ptr = x[0] + b * x[1] + (t * S + s)[:, None] * x[2]
+    shift_ptr = shift[0] + b * shift[1] + t * shift[2]
+    scale_ptr = scale[0] + b * scale[1] + t * scale[2]
     row = frame * S + s
     out_ptr += row[:, None] * C
     xs = empty_tuple()
@@ -47,18 +47,18 @@ def _modulated_norm_kernel(
     mean = tl.sum(total, 1) / C
     total = tl.zeros((R, BC), dtype=tl.float32)
     for i in tl.static_range(BLOCKS):
-        x = xs[i] - mean[:, None]
+        centred = xs[i] - mean[:, None]
         if i * BC + BC > C:
-            x = tl.where((i * BC + c < C)[None, :], x, 0.0)
-        total += x * x
+            centred = tl.where((i * BC + c < C)[None, :], centred, 0.0)
+        total += centred * centred
     std = 1.0 / tl.sqrt(tl.sum(total, 1) / C + eps)
     if HAS_MASK:
         alive = tl.load(mask_ptr + frame) != 0
     for i in tl.static_range(BLOCKS):
         inside = i * BC + c < C
-        scale = tl.load(scale_ptr + i * BC + c, mask=inside, other=0.0).to(tl.float32)
-        shift = tl.load(shift_ptr + i * BC + c, mask=inside, other=0.0).to(tl.float32)
-        out = (xs[i] - mean[:, None]) * std[:, None] * (1.0 + scale)[None, :] + shift[None, :]
+        factor = 1.0 + tl.load(scale_ptr + i * BC + c, mask=inside, other=0.0).to(tl.float32)
+        offset = tl.load(shift_ptr + i * BC + c, mask=inside, other=0.0).to(tl.float32)
+        out = (xs[i] - mean[:, None]) * std[:, None] * factor[None, :] + offset[None, :]
         if HAS_MASK:
             out = tl.where(alive, out, 0.0)
         live = there & inside[None, :]
@@ -78,13 +78,13 @@ def _load_row(ptr, c, there, C: tl.constexpr, BC: tl.constexpr, BLOCKS: tl.const
 
 @triton.jit
 def _modulated_norm_backward_kernel(
-    x_ptr, scale_ptr, mask_ptr, stats_ptr, dout_ptr, dx_ptr, partial_ptr,
-    T, S, x_b, x_n, scale_b, scale_t, rows,
+    x, scale, mask_ptr, stats_ptr, dout_ptr, dx_ptr, partial_ptr, shape, rows,
     HAS_MASK: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, BLOCKS: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """SHARE tokens of a frame, one after another, the next on its way. With x^ the normalised token and
     g = dout (1 + scale): dx = (g - mean g - x^ mean(g x^)) / std; these tokens' part of dscale = Σ dout x^ and of
     dshift = Σ dout."""
+    T, S = shape
     shares = tl.cdiv(S, SHARE)
     pid = tl.program_id(0)
     frame = (pid // shares).to(tl.int64)
@@ -92,8 +92,8 @@ def _modulated_norm_backward_kernel(
     stop = tl.minimum(first + SHARE, S)
     b, t = frame // T, frame % T
     c = tl.arange(0, BC)
-    x_ptr += b * x_b + t * S * x_n
-    scale_ptr += b * scale_b + t * scale_t
+    x_ptr = x[0] + b * x[1] + t * S * x[2]
+    scale_ptr = scale[0] + b * scale[1] + t * scale[2]
     stats_ptr += frame * S
     dout_ptr += frame * S * C
     dx_ptr += frame * S * C
@@ -107,29 +107,29 @@ def _modulated_norm_backward_kernel(
         dscales = dscales + (tl.zeros((BC,), dtype=tl.float32),)
         dshifts = dshifts + (tl.zeros((BC,), dtype=tl.float32),)
     zero = tl.full([], 0, tl.int64)
-    next_x = _load_row(x_ptr + (zero + first) * x_n, c, True, C, BC, BLOCKS)
+    next_x = _load_row(x_ptr + (zero + first) * x[2], c, True, C, BC, BLOCKS)
     next_dout = _load_row(dout_ptr + (zero + first) * C, c, True, C, BC, BLOCKS)
     next_mean, next_std = tl.load(stats_ptr + first), tl.load(stats_ptr + rows + first)
     for s in range(first, stop):
         xs, douts, mean, std = next_x, next_dout, next_mean, next_std
         more = s + 1 < stop
-        next_x = _load_row(x_ptr + (zero + s + 1) * x_n, c, more, C, BC, BLOCKS)
+        next_x = _load_row(x_ptr + (zero + s + 1) * x[2], c, more, C, BC, BLOCKS)
         next_dout = _load_row(dout_ptr + (zero + s + 1) * C, c, more, C, BC, BLOCKS)
         next_mean = tl.load(stats_ptr + s + 1, mask=more, other=0.0)
         next_std = tl.load(stats_ptr + rows + s + 1, mask=more, other=0.0)
         sums, products = tl.zeros((BC,), dtype=tl.float32), tl.zeros((BC,), dtype=tl.float32)
         by_scale, by_shift = empty_tuple(), empty_tuple()
         for i in tl.static_range(BLOCKS):
-            x, dout = (xs[i].to(tl.float32) - mean) * std, douts[i].to(tl.float32)
+            normed, dout = (xs[i].to(tl.float32) - mean) * std, douts[i].to(tl.float32)
             sums += dout * factors[i]
-            products += dout * factors[i] * x
-            by_scale = by_scale + (dscales[i] + dout * x,)
+            products += dout * factors[i] * normed
+            by_scale = by_scale + (dscales[i] + dout * normed,)
             by_shift = by_shift + (dshifts[i] + dout,)
         dscales, dshifts = by_scale, by_shift
         along, across = tl.sum(products, 0) / C, tl.sum(sums, 0) / C
         for i in tl.static_range(BLOCKS):
-            x, dout = (xs[i].to(tl.float32) - mean) * std, douts[i].to(tl.float32)
-            dx = (dout * factors[i] - across - x * along) * std
+            normed, dout = (xs[i].to(tl.float32) - mean) * std, douts[i].to(tl.float32)
+            dx = (dout * factors[i] - across - normed * along) * std
             if HAS_MASK:
                 dx = tl.where(alive, dx, 0.0)
             tl.store(dx_ptr + (zero + s) * C + i * BC + c, dx.to(dx_ptr.dtype.element_ty), mask=i * BC + c < C)
@@ -149,11 +149,11 @@ def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor, mask: Tensor | None,
     out = torch.empty(x.shape, dtype=promoted_dtype(x, shift, scale), device=x.device)
     stats = torch.empty(2, B * N, dtype=torch.float32, device=x.device)
     if out.numel():
-        x, shift, scale = dense(x), dense(shift), dense(scale)
+        inputs = (rows_strided(dense(t)) for t in (x, shift, scale))
         R = 4
-        _modulated_norm_kernel[(B * T * triton.cdiv(N // T, R),)](
-            x, shift, scale, mask_bytes(mask), out, stats,
-            T, N // T, *row_strides(x), *row_strides(shift), *row_strides(scale), B * N, eps,
+        launch(
+            _modulated_norm_kernel, B * T * triton.cdiv(N // T, R),
+            (*inputs, mask_bytes(mask), out, stats, (T, N // T), B * N, eps),
             HAS_MASK=mask is not None, C=C, **channel_tile(C, 512, 5), R=R, num_warps=R,
         )  # fmt: skip
     return out, stats
@@ -168,13 +168,13 @@ def modulated_norm_backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if dx.numel() == 0:
         return dx, shift.new_zeros(shift.shape), scale.new_zeros(scale.shape)
-    x, scale = dense(x), dense(scale)
     shares = triton.cdiv(N // T, _SHARE)
     partial = torch.empty(2, B, T, shares, C, dtype=torch.float32, device=x.device)
-    _modulated_norm_backward_kernel[(B * T * shares,)](
-        x, scale, mask_bytes(mask), stats, dout.contiguous(), dx, partial,
-        T, N // T, *row_strides(x), *row_strides(scale), B * N,
-        HAS_MASK=mask is not None, C=C, **channel_tile(C, 512, 5), SHARE=_SHARE, num_warps=4,
+    launch(
+        _modulated_norm_backward_kernel, B * T * shares,
+        (rows_strided(dense(x)), rows_strided(dense(scale)), mask_bytes(mask), stats, dout.contiguous(), dx, partial,
+         (T, N // T), B * N),
+        HAS_MASK=mask is not None, C=C, **channel_tile(C, 512, 5), SHARE=_SHARE,
     )  # fmt: skip
     dscale, dshift = (shares.sum(2) for shares in partial)
     return dx, dshift.to(shift.dtype), dscale.to(scale.dtype)

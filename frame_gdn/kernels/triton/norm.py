@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import dense, operator
+from .launch import dense, launch, operator, rows_strided
 from .tiles import empty_tuple
 
 #: Programs of the backward pass, each of which sums the weight's gradient over its share of the rows.
@@ -42,18 +42,18 @@ def _store_block(ptr, x, i, C: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
-def _norm_kernel(x_ptr, weight_ptr, out_ptr, N, x_b, x_n, eps, scale, C: tl.constexpr, BC: tl.constexpr):
+def _norm_kernel(x, weight_ptr, out_ptr, N, eps, scale, C: tl.constexpr, BC: tl.constexpr):
     """One row: scale · relu(x / rms · w). A NaN stays one."""
     zero = tl.full([], 0, tl.int64)
     row = tl.program_id(0)
-    x = _load_row(x_ptr + (zero + row // N) * x_b + (zero + row % N) * x_n, C, BC)
+    channels = _load_row(x[0] + (zero + row // N) * x[1] + (zero + row % N) * x[2], C, BC)
     weight = _load_row(weight_ptr, C, BC)
     squares = tl.zeros((BC,), dtype=tl.float32)
-    for i in tl.static_range(len(x)):
-        squares += x[i].to(tl.float32) * x[i].to(tl.float32)
+    for i in tl.static_range(len(channels)):
+        squares += channels[i].to(tl.float32) * channels[i].to(tl.float32)
     r = 1.0 / tl.sqrt(tl.sum(squares, 0) / C + eps)
-    for i in tl.static_range(len(x)):
-        out = x[i].to(tl.float32) * r * weight[i].to(tl.float32)
+    for i in tl.static_range(len(channels)):
+        out = channels[i].to(tl.float32) * r * weight[i].to(tl.float32)
         out = tl.maximum(out, 0.0, propagate_nan=tl.PropagateNan.ALL) * scale
         _store_block(out_ptr + (zero + row) * C, out, i, C, BC)
 
@@ -65,7 +65,7 @@ def _add_pairs(a, b, c, d):
 
 @triton.jit
 def _norm_backward_kernel(
-    x_ptr, weight_ptr, dout_ptr, dx_ptr, partial_ptr, rows, N, x_b, x_n, eps, scale, C: tl.constexpr, BC: tl.constexpr
+    x, weight_ptr, dout_ptr, dx_ptr, partial_ptr, rows, N, eps, scale, C: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
     """With r = 1 / rms and g = dout where the ReLU was open: dx = scale r (g w - x r² <g w, x> / C) and
     dw = sum over rows of scale r g x. The next row is on its way while one is worked on."""
@@ -76,12 +76,12 @@ def _norm_backward_kernel(
     for _ in tl.static_range(len(weight)):
         dweight = dweight + (tl.zeros((BC,), dtype=tl.float32),)
     for row in tl.range(pid, rows, programs, num_stages=3):
-        x = _load_row(x_ptr + (zero + row // N) * x_b + (zero + row % N) * x_n, C, BC)
+        channels = _load_row(x[0] + (zero + row // N) * x[1] + (zero + row % N) * x[2], C, BC)
         dout = _load_row(dout_ptr + (zero + row) * C, C, BC)
         squares, products = tl.zeros((BC,), dtype=tl.float32), tl.zeros((BC,), dtype=tl.float32)
         wide, g = empty_tuple(), empty_tuple()
-        for i in tl.static_range(len(x)):
-            wide = wide + (x[i].to(tl.float32),)
+        for i in tl.static_range(len(channels)):
+            wide = wide + (channels[i].to(tl.float32),)
             before_relu = wide[i] * weight[i].to(tl.float32)
             g = g + (tl.where(before_relu <= 0.0, 0.0, dout[i].to(tl.float32)),)
             squares += wide[i] * wide[i]
@@ -90,14 +90,14 @@ def _norm_backward_kernel(
         r = 1.0 / tl.sqrt(square / C + eps)
         along = scale * r * r * r * product / C
         sums = empty_tuple()
-        for i in tl.static_range(len(x)):
+        for i in tl.static_range(len(channels)):
             rg = scale * r * g[i]
             dx = rg * weight[i].to(tl.float32) - along * wide[i]
             _store_block(dx_ptr + (zero + row) * C, dx, i, C, BC)
             sums = sums + (dweight[i] + rg * wide[i],)
         dweight = sums
     for i in tl.static_range(len(dweight)):
-        _store_block(partial_ptr + pid * C, dweight[i], i, C, BC)
+        _store_block(partial_ptr + (zero + pid) * C, dweight[i], i, C, BC)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -119,9 +119,7 @@ def norm_relu(x: Tensor, weight: Tensor, eps: float, scale: float) -> Tensor:
     if out.numel():
         x = _rows(x)
         B, N, C = x.shape
-        _norm_kernel[(B * N,)](
-            x, weight.contiguous(), out, N, x.stride(0), x.stride(1), eps, scale, **_norm_options(C)
-        )
+        launch(_norm_kernel, B * N, (rows_strided(x), weight.contiguous(), out, N, eps, scale), **_norm_options(C))
     return out
 
 
@@ -135,8 +133,9 @@ def norm_relu_backward(dout: Tensor, x: Tensor, weight: Tensor, eps: float, scal
     B, N, C = x.shape
     programs = min(_PROGRAMS, B * N)
     partial = torch.empty(programs, C, dtype=torch.float32, device=x.device)
-    _norm_backward_kernel[(programs,)](
-        x, weight.contiguous(), dout.contiguous(), dx, partial, B * N, N, x.stride(0), x.stride(1), eps, scale,
+    launch(
+        _norm_backward_kernel, programs,
+        (rows_strided(x), weight.contiguous(), dout.contiguous(), dx, partial, B * N, N, eps, scale),
         **_norm_options(C),
     )  # fmt: skip
     return dx, partial.sum(0).to(weight.dtype)

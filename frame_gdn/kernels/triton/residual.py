@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import channel_tile, dense, mask_bytes, operator, promoted_dtype, row_strides
+from .launch import channel_tile, dense, launch, mask_bytes, operator, promoted_dtype, rows_strided
 
 #: Tokens of a program that sums a frame's gradients.
 _SHARE = 32
@@ -22,12 +22,12 @@ _ROWS, _CHANNELS = 8, 256
 
 @triton.jit
 def _residual_kernel(
-    x_ptr, h_ptr, gate_ptr, extra_ptr, mask_ptr, out_ptr,
-    T, S, x_b, x_n, h_b, h_n, gate_b, gate_t, extra_b, extra_n,
+    x, h, gate, extra, mask_ptr, out_ptr, shape,
     HAS_GATE: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_MASK: tl.constexpr,
     C: tl.constexpr, BC: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens of one frame by channels: x + gate · h + extra."""
+    T, S = shape
     tiles = tl.cdiv(S, R)
     pid = tl.program_id(0)
     frame = (pid // BLOCKS // tiles).to(tl.int64)
@@ -36,13 +36,13 @@ def _residual_kernel(
     b, t = frame // T, frame % T
     n = (t * S + s)[:, None]
     live = (s < S)[:, None] & (c < C)[None, :]
-    out = tl.load(h_ptr + b * h_b + n * h_n + c[None, :], mask=live, other=0.0).to(tl.float32)
+    out = tl.load(h[0] + b * h[1] + n * h[2] + c[None, :], mask=live, other=0.0).to(tl.float32)
     if HAS_GATE:
-        gate = tl.load(gate_ptr + b * gate_b + t * gate_t + c, mask=c < C, other=0.0).to(tl.float32)
-        out = out * gate[None, :]
-    out = tl.load(x_ptr + b * x_b + n * x_n + c[None, :], mask=live, other=0.0).to(tl.float32) + out
+        factor = tl.load(gate[0] + b * gate[1] + t * gate[2] + c, mask=c < C, other=0.0).to(tl.float32)
+        out = out * factor[None, :]
+    out = tl.load(x[0] + b * x[1] + n * x[2] + c[None, :], mask=live, other=0.0).to(tl.float32) + out
     if HAS_EXTRA:
-        out += tl.load(extra_ptr + b * extra_b + n * extra_n + c[None, :], mask=live, other=0.0).to(tl.float32)
+        out += tl.load(extra[0] + b * extra[1] + n * extra[2] + c[None, :], mask=live, other=0.0).to(tl.float32)
     if HAS_MASK:
         out = tl.where(tl.load(mask_ptr + frame) != 0, out, 0.0)
     row = (frame * S + s)[:, None]
@@ -51,12 +51,13 @@ def _residual_kernel(
 
 @triton.jit
 def _residual_backward_kernel(
-    h_ptr, gate_ptr, mask_ptr, dout_ptr, dx_ptr, dh_ptr, partial_ptr, T, S, h_b, h_n, gate_b, gate_t,
+    h, gate, mask_ptr, dout_ptr, dx_ptr, dh_ptr, partial_ptr, shape,
     HAS_GATE: tl.constexpr, HAS_MASK: tl.constexpr,
     C: tl.constexpr, BC: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """Some channels of SHARE tokens of a frame: dx = dout where the frame is there (without a mask dx is dout itself
     and is not written); dh = gate · dout; these tokens' part of dgate = Σ dout h."""
+    T, S = shape
     shares = tl.cdiv(S, SHARE)
     pid = tl.program_id(0)
     frame = (pid // BLOCKS // shares).to(tl.int64)
@@ -66,7 +67,7 @@ def _residual_backward_kernel(
     if HAS_MASK:
         alive = tl.load(mask_ptr + frame) != 0
     if HAS_GATE:
-        gate = tl.load(gate_ptr + b * gate_b + t * gate_t + c, mask=c < C, other=0.0).to(tl.float32)
+        factor = tl.load(gate[0] + b * gate[1] + t * gate[2] + c, mask=c < C, other=0.0).to(tl.float32)
         total = tl.zeros((R, BC), dtype=tl.float32)
     for i in tl.static_range(SHARE // R):
         s = share * SHARE + i * R + tl.arange(0, R)
@@ -77,12 +78,12 @@ def _residual_backward_kernel(
             dout = tl.where(alive, dout, 0.0)
             tl.store(dx_ptr + at, dout.to(dx_ptr.dtype.element_ty), mask=live)
         if HAS_GATE:
-            h = tl.load(h_ptr + b * h_b + (t * S + s)[:, None] * h_n + c[None, :], mask=live, other=0.0)
-            dh = dout * gate[None, :]
+            added = tl.load(h[0] + b * h[1] + (t * S + s)[:, None] * h[2] + c[None, :], mask=live, other=0.0)
+            dh = dout * factor[None, :]
             if HAS_MASK:
                 dh = tl.where(alive, dh, 0.0)
             tl.store(dh_ptr + at, dh.to(dh_ptr.dtype.element_ty), mask=live)
-            total += dout * h.to(tl.float32)
+            total += dout * added.to(tl.float32)
     if HAS_GATE:
         dgate = tl.sum(total, 0)
         if HAS_MASK:
@@ -99,14 +100,13 @@ def residual(
     B, N, C = x.shape
     out = torch.empty(x.shape, dtype=promoted_dtype(x, h, gate, extra), device=x.device)
     if out.numel():
-        x, h = dense(x), dense(h)
-        gate, extra = (None if t is None else dense(t) for t in (gate, extra))
+        inputs = (rows_strided(None if t is None else dense(t)) for t in (x, h, gate, extra))
         tile = channel_tile(C, _CHANNELS, C)
-        _residual_kernel[(B * frames * triton.cdiv(N // frames, _ROWS) * tile["BLOCKS"],)](
-            x, h, gate, extra, mask_bytes(mask), out,
-            frames, N // frames, *row_strides(x), *row_strides(h), *row_strides(gate), *row_strides(extra),
+        launch(
+            _residual_kernel, B * frames * triton.cdiv(N // frames, _ROWS) * tile["BLOCKS"],
+            (*inputs, mask_bytes(mask), out, (frames, N // frames)),
             HAS_GATE=gate is not None, HAS_EXTRA=extra is not None, HAS_MASK=mask is not None,
-            C=C, **tile, R=_ROWS, num_warps=4,
+            C=C, **tile, R=_ROWS,
         )  # fmt: skip
     return out
 
@@ -121,13 +121,13 @@ def residual_backward(
     dh = h.new_empty(0 if gate is None else h.shape)
     if h.numel() == 0 or (gate is None and mask is None):
         return dx, dh, h.new_empty(0) if gate is None else gate.new_zeros(gate.shape)
-    h, gate = dense(h), None if gate is None else dense(gate)
     shares, tile = triton.cdiv(N // frames, _SHARE), channel_tile(C, _CHANNELS, C)
     partial = dout.new_empty((B, frames, shares, C) if gate is not None else 0, dtype=torch.float32)
-    _residual_backward_kernel[(B * frames * shares * tile["BLOCKS"],)](
-        h, gate, mask_bytes(mask), dout.contiguous(), dx, dh, partial,
-        frames, N // frames, *row_strides(h), *row_strides(gate),
-        HAS_GATE=gate is not None, HAS_MASK=mask is not None, C=C, **tile, R=_ROWS, SHARE=_SHARE, num_warps=4,
+    launch(
+        _residual_backward_kernel, B * frames * shares * tile["BLOCKS"],
+        (rows_strided(dense(h)), rows_strided(None if gate is None else dense(gate)), mask_bytes(mask),
+         dout.contiguous(), dx, dh, partial, (frames, N // frames)),
+        HAS_GATE=gate is not None, HAS_MASK=mask is not None, C=C, **tile, R=_ROWS, SHARE=_SHARE,
     )  # fmt: skip
     return dx, dh, h.new_empty(0) if gate is None else partial.sum(2).to(gate.dtype)
 

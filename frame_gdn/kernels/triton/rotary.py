@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import dense, operator
+from .launch import dense, launch, operator, strided
 
 
 @triton.jit
 def _rotary_kernel(
-    x_ptr, cos_ptr, sin_ptr, out_ptr, rows, N, x_b, x_n, x_h, table_b,
+    x, cos_ptr, sin_ptr, out_ptr, rows, N, table_b,
     INVERSE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BP: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """R tokens, all heads: each pair of channels by its token's angle."""
@@ -22,21 +22,22 @@ def _rotary_kernel(
         pair = i * BP + tl.arange(0, BP)
         c = i * 2 * BP + tl.arange(0, 2 * BP)
         live = (row < rows)[:, None] & (c < H * D)[None, :]
-        x = tl.load(x_ptr + (b * x_b + n * x_n)[:, None] + (c // D * x_h + c % D)[None, :], mask=live, other=0.0)
+        channels = (c // D).to(tl.int64) * x[3] + c % D
+        tokens = tl.load(x[0] + (b * x[1] + n * x[2])[:, None] + channels[None, :], mask=live, other=0.0)
         at = (b * table_b + n * (D // 2))[:, None] + (pair % (D // 2))[None, :]
         live_pair = (row < rows)[:, None] & (pair < H * D // 2)[None, :]
         cos = tl.load(cos_ptr + at, mask=live_pair, other=0.0)
         sin = tl.load(sin_ptr + at, mask=live_pair, other=0.0)
         if INVERSE:
             sin = -sin
-        even, odd = tl.split(tl.reshape(x.to(tl.float32), (R, BP, 2)))
+        even, odd = tl.split(tl.reshape(tokens.to(tl.float32), (R, BP, 2)))
         out = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (R, 2 * BP))
         tl.store(out_ptr + row[:, None] * (H * D) + c[None, :], out.to(out_ptr.dtype.element_ty), mask=live)
 
 
 @operator("rotary")
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """Interleaved pairs of x (B, N, H, D) turned by the angles of the tables (1 or B, N, D/2), backwards with
+    """Interleaved pairs of x (B, N, H, D) rotated by the angles of the tables (1 or B, N, D/2), backwards with
     `inverse` -> like x, contiguous. The tables get no gradient."""
     B, N, H, D = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -44,8 +45,9 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
         x = dense(x)
         cos, sin = cos.float().contiguous(), sin.float().contiguous()
         R, BP = 4, min(128, triton.next_power_of_2(H * D // 2))
-        _rotary_kernel[(triton.cdiv(B * N, R),)](
-            x, cos, sin, out, B * N, N, *x.stride()[:3], 0 if len(cos) == 1 else cos.stride(0),
+        launch(
+            _rotary_kernel, triton.cdiv(B * N, R),
+            (strided(x), cos, sin, out, B * N, N, 0 if len(cos) == 1 else cos.stride(0)),
             INVERSE=inverse, H=H, D=D, BP=BP, BLOCKS=triton.cdiv(H * D // 2, BP), R=R, num_warps=R,
         )  # fmt: skip
     return out

@@ -28,12 +28,12 @@ def _load_square(
     offs = tl.arange(0, BD)
     k, n = row * BD + offs, col * BD + offs
     if TRANSPOSED:
-        tile = tl.load(ptr + n[:, None] * stride_n + k[None, :], mask=(n < D)[:, None] & (k < D)[None, :], other=0.0)
-        return tl.trans(tile)
+        addresses = (ptr + n.to(tl.int64) * stride_n)[:, None] + k[None, :]
+        return tl.trans(tl.load(addresses, mask=(n < D)[:, None] & (k < D)[None, :], other=0.0))
     else:
-        return tl.load(
-            ptr + k[:, None] * stride_k + n[None, :] * stride_n, mask=(k < D)[:, None] & (n < D)[None, :], other=0.0
-        )
+        across = n if stride_n == 1 else n.to(tl.int64) * stride_n
+        addresses = (ptr + k.to(tl.int64) * stride_k)[:, None] + across[None, :]
+        return tl.load(addresses, mask=(k < D)[:, None] & (n < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -69,10 +69,20 @@ def rows_of(row_block, R, D: tl.constexpr, BR: tl.constexpr):
 
 
 @triton.jit
+def split_program(R, slots, D: tl.constexpr, BR: tl.constexpr):
+    """The row block, which of a launch's parts, and which of its `slots`, in 64 bits, this program works on.
+
+    All three are in the grid's first dimension, the others of which end at 65,535.
+    """
+    blocks = tl.cdiv(D, BR) + tl.cdiv(R - D, BR)
+    index = tl.program_id(0)
+    return index % blocks, index // blocks // slots, (index // blocks % slots).to(tl.int64)
+
+
+@triton.jit
 def scan_rows(
     first_row, last_row, sequence, edge, first, last, direction, transition,
-    A_ptr, U_ptr, gate_ptr, in0_ptr, in1_ptr, states0_ptr, states1_ptr, out_ptr,
-    T, A_frame, first_end, period,
+    A_ptr, A_frame, U_ptr, gate_ptr, entering, states, out_ptr, T, chunks,
     R, A_k: tl.constexpr, A_n: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr,
     GATED: tl.constexpr, TRANSPOSED: tl.constexpr, ADJOINT: tl.constexpr,
     HAS_IN0: tl.constexpr, HAS_IN1: tl.constexpr, HAS_STATES: tl.constexpr, CUT: tl.constexpr,
@@ -82,9 +92,11 @@ def scan_rows(
 
     Direction 0 is inclusive: S_t = S_{t-1} W_t + U_t upwards, or with ADJOINT G_t = U_t + G_{t+1} W_{t+1} downwards.
     Direction 1 is exclusive: R_t = R_{t+1} W_t + U_t downwards, or with ADJOINT F_{t+1} = U_t + F_t W_t upwards; what
-    is kept of frame t is the state it meets, and a chunk's end cuts. `edge` is where a state enters in in_ptr and
-    leaves in out_ptr. With `transition` the rows are those of I and there is no U: what leaves is the W's product.
+    is kept of frame t is the state its queries multiply, and a chunk's end cuts. `entering` and `states` hold a
+    pointer for each direction; `edge` is where a state enters in `entering` and leaves in out_ptr. With `transition`
+    the rows are those of I and there is no U: what leaves is the W's product.
     """
+    first_end, period = chunks
     rows = first_row + tl.arange(0, BR)
     row_live = rows < last_row
     gate_ptr += sequence * T
@@ -93,9 +105,9 @@ def scan_rows(
     keep0 = row_live[:, None] & (cols < D)[None, :]
     keep1 = row_live[:, None] & (cols + BD < D)[None, :]
 
-    states_ptr, in_ptr = states0_ptr, in0_ptr
+    states_ptr, in_ptr = states[0], entering[0]
     if direction == 1:
-        states_ptr, in_ptr = states1_ptr, in1_ptr
+        states_ptr, in_ptr = states[1], entering[1]
     has_u = transition == 0
     has_in = (HAS_IN0 and direction == 0) or (HAS_IN1 and direction == 1)
     s0 = tl.load(in_ptr + edge + tile, mask=keep0 & has_in, other=0.0)
@@ -167,26 +179,28 @@ def scan_rows(
 
 @triton.jit
 def _scan_kernel(
-    A_ptr, U_ptr, gate_ptr, in0_ptr, in1_ptr, states0_ptr, states1_ptr, out0_ptr, out1_ptr, M_ptr,
-    T, spans, length, A_kind, A_seq, A_frame, first_end, period, R,
+    A, U_ptr, gate_ptr, entering, states, leaving, M_ptr, spans, chunks, R,
     D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr, ADJOINT: tl.constexpr,
     HAS_IN0: tl.constexpr, HAS_IN1: tl.constexpr, HAS_STATES: tl.constexpr, KINDS: tl.constexpr, CUT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Both directions of both states, by W = g (I - A), A symmetric, over spans of `length` frames side by side.
 
-    Before them, KINDS of A's transitions of each span: the product of its W in the order that direction 0 meets them.
+    Before them, KINDS of A's transitions of each span: the product of its W in the order that direction 0 takes them.
+    A is (pointer, the strides of kind, sequence and frame); `spans` is T, their number, their length and B H times
+    their number; `entering`, `states` and `leaving` hold a pointer for each direction.
     """
-    row_block, direction = tl.program_id(0), tl.program_id(2) - KINDS
-    edge = tl.program_id(1).to(tl.int64)
-    sequence = edge // spans
-    first = (tl.program_id(1) % spans) * length
+    A_ptr, A_kind, A_sequence, A_frame = A
+    T, count, length, sequences_and_spans = spans
+    row_block, part, slot = split_program(R, sequences_and_spans, D, BR)
+    direction = part - KINDS
+    sequence, first = slot // count, (slot % count).to(tl.int32) * length
     last = tl.minimum(T, first + length)
     first_row, last_row, second = rows_of(row_block, R, D, BR)
-    edge = edge * R * D
-    out_ptr = out0_ptr
+    edge = slot * R * D
+    out_ptr = leaving[0]
     if direction == 1:
-        out_ptr = out1_ptr
+        out_ptr = leaving[1]
     transition = False
     if KINDS > 0:
         transition = direction < 0
@@ -194,50 +208,54 @@ def _scan_kernel(
             last = tl.where(second, first, last)  # no such rows
             last_row = tl.where(second, 0, last_row)
             second = direction == -1 if KINDS == 2 else second
-            edge = (tl.program_id(1).to(tl.int64) * KINDS + direction + KINDS) * D * D
+            edge = (slot * KINDS + part) * D * D
             out_ptr = M_ptr
             direction = 0
     scan_rows(
         first_row, last_row, sequence, edge, first, last, direction, transition,
-        A_ptr + tl.where(second, 1, 0) * A_kind + sequence * A_seq,
-        U_ptr, gate_ptr, in0_ptr, in1_ptr, states0_ptr, states1_ptr, out_ptr,
-        T, A_frame, first_end, period, R, 1, D, D, BD, NB, BR,
+        A_ptr + tl.where(second, A_kind, 0) + sequence * A_sequence, A_frame,
+        U_ptr, gate_ptr, entering, states, out_ptr, T, chunks, R, 1, D, D, BD, NB, BR,
         True, True, ADJOINT, HAS_IN0, HAS_IN1, HAS_STATES, CUT, PRECISION, STAGES,
     )  # fmt: skip
 
 
 @triton.jit
 def _compose_rows(
-    row_block, sequence, M_ptr, h_ptr, in_ptr, into_ptr, out_ptr,
-    T, spans, length, M_kind, M_span, first_end, period, R,
+    row_block, sequence, M, h_ptr, in_ptr, into_ptr, out_ptr, spans, chunks, R,
     D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr,
     DOWN: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_IN: tl.constexpr, CUT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A block of rows of one sequence from span to span, X -> X M + h, or Mᵀ where TRANSPOSED: what enters each."""
+    M_ptr, M_kind, M_span = M
+    T, count, length, _ = spans
+    first_end, period = chunks
     first_row, last_row, second = rows_of(row_block, R, D, BR)
     rows = first_row + tl.arange(0, BR)
     cols = tl.arange(0, BD)
     tile = rows[:, None] * D + cols[None, :]
     keep0 = (rows < last_row)[:, None] & (cols < D)[None, :]
     keep1 = (rows < last_row)[:, None] & (cols + BD < D)[None, :]
-    M_ptr += sequence * spans * M_span + tl.where(second, 1, 0) * M_kind
+    M_ptr += sequence * count * M_span + tl.where(second, M_kind, 0)
     edge = sequence * R * D + tile
     s0 = tl.load(in_ptr + edge, mask=keep0 & HAS_IN, other=0.0)
     s1 = s0
     if NB == 2:
         s1 = tl.load(in_ptr + edge + BD, mask=keep1 & HAS_IN, other=0.0)
-    for i in tl.range(0, spans, num_stages=STAGES):
-        span = spans - 1 - i if DOWN else i
-        slot = (sequence * spans + span) * R * D + tile
+    for i in tl.range(0, count, num_stages=STAGES):
+        span = count - 1 - i if DOWN else i
+        slot = (sequence * count + span) * R * D + tile
         tl.store(into_ptr + slot, s0, mask=keep0)
         h0 = tl.load(h_ptr + slot, mask=keep0, other=0.0)
         h1 = h0
         if NB == 2:
             tl.store(into_ptr + slot + BD, s1, mask=keep1)
             h1 = tl.load(h_ptr + slot + BD, mask=keep1, other=0.0)
-        k, n = (1, D) if TRANSPOSED else (D, 1)
-        s0, s1 = _times_square(s0, s1, M_ptr + span * M_span, k, n, D, BD, NB, TRANSPOSED, PRECISION)
+        M_of_span = M_ptr + span.to(tl.int64) * M_span
+        if TRANSPOSED:
+            s0, s1 = _times_square(s0, s1, M_of_span, 1, D, D, BD, NB, True, PRECISION)
+        else:
+            s0, s1 = _times_square(s0, s1, M_of_span, D, 1, D, BD, NB, False, PRECISION)
         if CUT:
             # Nothing passes a span that holds a chunk's end; (t + period - 1 - first_end) // period are before t.
             before = (span * length + period - 1 - first_end) // period
@@ -253,23 +271,24 @@ def _compose_rows(
 
 @triton.jit
 def _compose_kernel(
-    M_ptr, h0_ptr, h1_ptr, in0_ptr, in1_ptr, into0_ptr, into1_ptr, out0_ptr, out1_ptr,
-    T, spans, length, M_kind, M_span, first_end, period, R,
+    M, h, entering, into, leaving, spans, chunks, R,
     D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr, ADJOINT: tl.constexpr,
     HAS_IN0: tl.constexpr, HAS_IN1: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The states that enter the spans of `_scan_kernel` in both directions, or of `_chains_kernel` in its one."""
-    row_block, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if tl.program_id(2) == 0:
+    """The states that enter the spans of `_scan_kernel` in both directions, or of `_chains_kernel` in its one.
+
+    M is (pointer, the strides of kind and span), `spans` T, their number, their length and B H; `h`, `entering`,
+    `into` and `leaving` hold a pointer for each direction.
+    """
+    row_block, direction, sequence = split_program(R, spans[3], D, BR)
+    if direction == 0:
         _compose_rows(
-            row_block, sequence, M_ptr, h0_ptr, in0_ptr, into0_ptr, out0_ptr,
-            T, spans, length, M_kind, M_span, first_end, period, R, D, BD, NB, BR,
+            row_block, sequence, M, h[0], entering[0], into[0], leaving[0], spans, chunks, R, D, BD, NB, BR,
             ADJOINT, False, HAS_IN0, False, PRECISION, STAGES,
         )  # fmt: skip
     else:
         _compose_rows(
-            row_block, sequence, M_ptr, h1_ptr, in1_ptr, into1_ptr, out1_ptr,
-            T, spans, length, M_kind, M_span, first_end, period, R, D, BD, NB, BR,
+            row_block, sequence, M, h[1], entering[1], into[1], leaving[1], spans, chunks, R, D, BD, NB, BR,
             not ADJOINT, True, HAS_IN1, CUT, PRECISION, STAGES,
         )  # fmt: skip
 
@@ -277,7 +296,7 @@ def _compose_kernel(
 # --- host functions ---------------------------------------------------------------------------------------------
 
 
-_SCAN_TILES: Tiles = {
+_SCAN_TILES: dict[str, Tiles] = {
     "tf32": [
         {"BR": 32, "STAGES": 2, "num_warps": 4},
         {"BR": 16, "STAGES": 2, "num_warps": 2},
@@ -292,12 +311,10 @@ _SCAN_TILES: Tiles = {
 }
 
 
-_COMPOSE_TILES: Tiles = {
-    "tf32x3": [
-        {"BR": 16, "STAGES": 2, "num_warps": 8},
-        {"BR": 16, "STAGES": 1, "num_warps": 8},
-    ],
-}
+_COMPOSE_TILES: Tiles = [
+    {"BR": 16, "STAGES": 2, "num_warps": 8},
+    {"BR": 16, "STAGES": 1, "num_warps": 8},
+]
 
 
 class FactoredTransitions(NamedTuple):
@@ -395,28 +412,48 @@ def span_length(
     return best_span(T, BH * directions * rows, BH * kinds * cdiv(D, 32), settings.launcher.multiprocessors(device))
 
 
+class Cut(NamedTuple):
+    """How a scan runs over its frames: spans of `length`, where chunks end (as `_chunks`), against time or along it,
+    in one direction or in two."""
+
+    length: int
+    chunks: tuple[bool, int, int] = (False, 0, 1)
+    adjoint: bool = False
+    directions: int = 1
+
+
 def compose(
-    settings: Settings, M: Tensor, h: Sequence[Tensor], initial: Sequence[Tensor | None], T: int, length: int,
-    chunks: tuple[bool, int, int], adjoint: bool,
-) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    settings: Settings, M: Tensor, h: Sequence[Tensor], initial: Sequence[Tensor | None], T: int, cut: Cut
+) -> tuple[list[Tensor], list[Tensor]]:
     """The states that enter each span, (B, H, spans, R, D) a direction, and what leaves the last, (B, H, R, D).
 
     M (B, H, spans, kinds, D, D) are the spans' transitions in the order of direction 0, h what leaves them from zero.
     """
     B, H, spans, R, D = h[0].shape
     BD, NB = channel_blocks(D)
-    cut, first, period = chunks
+    chunked, first_end, period = cut.chunks
     into = [torch.empty_like(x) for x in h]
     out = [x.new_empty(B, H, R, D) for x in h]
     in0, in1 = (*initial, None)[:2]
     settings.launcher.launch(
-        _compose_kernel, lambda tile: (cdiv(D, tile["BR"]) + cdiv(R - D, tile["BR"]), B * H, len(h)),
-        (M, h[0], h[-1], M if in0 is None else in0, M if in1 is None else in1, into[0], into[-1], out[0], out[-1]),
-        (T, spans, length, D * D if M.shape[3] > 1 else 0, M.stride(2), first, period, R),
-        {"D": D, "BD": BD, "NB": NB, "ADJOINT": adjoint, "HAS_IN0": in0 is not None, "HAS_IN1": in1 is not None,
-         "CUT": cut, "PRECISION": "tf32x3"}, _COMPOSE_TILES,
+        _compose_kernel, lambda tile: row_blocks(R, D, tile) * B * H * len(h),
+        ((M, D * D if M.shape[3] > 1 else 0, M.stride(2)), _pair(h),
+         (M if in0 is None else in0, M if in1 is None else in1), _pair(into), _pair(out),
+         (T, spans, cut.length, B * H), (first_end, period), R),
+        {"D": D, "BD": BD, "NB": NB, "ADJOINT": cut.adjoint, "HAS_IN0": in0 is not None, "HAS_IN1": in1 is not None,
+         "CUT": chunked, "PRECISION": "tf32x3"}, _COMPOSE_TILES,
     )  # fmt: skip
     return into, out
+
+
+def row_blocks(R: int, D: int, tile: dict[str, int]) -> int:
+    """How many blocks of rows `rows_of` counts: those below D and those from there on have blocks of their own."""
+    return cdiv(D, tile["BR"]) + cdiv(R - D, tile["BR"])
+
+
+def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """A tensor for each direction; the only one twice where there is no second direction."""
+    return tensors[0], tensors[-1]
 
 
 def _scan(
@@ -425,51 +462,49 @@ def _scan(
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
     """Both directions' states (B, H, T, R, D) where kept, and what leaves (B, H, R, D)."""
     B, H, T, R, D = U.shape
-    both = 2 if reverse else 1
+    directions = 2 if reverse else 1
+    states = [U] * directions
     if U.numel() == 0:
-        states, out = [U] * both, [U.new_zeros(B, H, R, D) if x is None else x for x in entering[:both]]
+        out = [U.new_zeros(B, H, R, D) if x is None else x for x in entering[:directions]]
     else:
-        length = span_length(settings, T, B * H, D, R - D, both, tr.A.shape[0], U.device)
-        spans = cdiv(T, length)
-        came: Sequence[Tensor | None] = entering
-        states = [U] * both
-        if spans > 1:
-            _, h, M = _scan_spans(settings, tr, U, (), ends, both, adjoint, length, tr.A.shape[0], keep=False)
-            came, out = compose(settings, M, h, entering, T, length, _chunks(ends), adjoint)
-        if keep or spans == 1:
-            states, edges, _ = _scan_spans(settings, tr, U, came, ends, both, adjoint, length, 0, keep=keep)
+        length = span_length(settings, T, B * H, D, R - D, directions, tr.A.shape[0], U.device)
+        cut = Cut(length, _chunks(ends), adjoint, directions)
+        of_spans: Sequence[Tensor | None] = entering
+        if length < T:
+            _, h, M = _scan_spans(settings, tr, U, (), cut, kinds=tr.A.shape[0], keep=False)
+            of_spans, out = compose(settings, M, h, entering, T, cut)
+        if keep or length >= T:
+            states, edges, _ = _scan_spans(settings, tr, U, of_spans, cut, kinds=0, keep=keep)
             last = (0, -1) if adjoint else (-1, 0)
             out = [x[:, :, span] for x, span in zip(edges, last, strict=False)]
-    S, R_ = (*states, None)[:2] if keep else (None, None)
-    return S, R_, out[0], out[1] if reverse else None
+    forward, backward = (*states, None)[:2] if keep else (None, None)
+    return forward, backward, out[0], out[1] if reverse else None
 
 
 def _scan_spans(
-    settings: Settings, tr: FactoredTransitions, U: Tensor, entering: Sequence[Tensor | None], ends: Sequence[bool],
-    directions: int, adjoint: bool, length: int, kinds: int, *, keep: bool,
+    settings: Settings, tr: FactoredTransitions, U: Tensor, entering: Sequence[Tensor | None], cut: Cut,
+    *, kinds: int, keep: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:  # fmt: skip
-    """Spans of `length` frames side by side: the states (B, H, T, R, D) of each direction where kept, what leaves
+    """Spans of frames side by side: the states (B, H, T, R, D) of each direction where kept, what leaves
     each span (B, H, spans, R, D), and of the first `kinds` of A its transition (B, H, spans, kinds, D, D).
 
     What enters is one state a span, (B, H, spans, R, D), which for a single span is (B, H, R, D).
     """
-    A = tr.A
     B, H, T, R, D = U.shape
     BD, NB = channel_blocks(D)
-    spans = cdiv(T, length)
-    states = [torch.empty_like(U) if keep else U for _ in range(directions)]
-    out = [U.new_empty(B, H, spans, R, D) for _ in range(directions)]
+    spans, (chunked, first_end, period) = cdiv(T, cut.length), cut.chunks
+    states = [torch.empty_like(U) if keep else U for _ in range(cut.directions)]
+    out = [U.new_empty(B, H, spans, R, D) for _ in range(cut.directions)]
     M = U.new_empty(B, H, spans, kinds, D, D)
-    cut, first, period = _chunks(ends)
     in0, in1 = (*entering, None, None)[:2]
     settings.launcher.launch(
-        _scan_kernel,
-        lambda tile: (cdiv(D, tile["BR"]) + cdiv(R - D, tile["BR"]), B * H * spans, kinds + directions),
-        (A, U, tr.gate, U if in0 is None else in0, U if in1 is None else in1,
-         *(x for xs in (states or [U], out or [U]) for x in (xs[0], xs[-1])), M),
-        (T, spans, length, A.stride(0) if A.shape[0] > 1 else 0, T * D * D, D * D, first, period, R),
-        {"D": D, "BD": BD, "NB": NB, "ADJOINT": adjoint, "HAS_IN0": in0 is not None, "HAS_IN1": in1 is not None,
-         "HAS_STATES": keep, "KINDS": kinds, "CUT": cut and directions == 2, "PRECISION": tr.precision}, _SCAN_TILES,
+        _scan_kernel, lambda tile: row_blocks(R, D, tile) * B * H * spans * (kinds + cut.directions),
+        ((tr.A, tr.A.stride(0) if tr.A.shape[0] > 1 else 0, T * D * D, D * D), U, tr.gate,
+         (U if in0 is None else in0, U if in1 is None else in1), _pair(states or [U]), _pair(out or [U]), M,
+         (T, spans, cut.length, B * H * spans), (first_end, period), R),
+        {"D": D, "BD": BD, "NB": NB, "ADJOINT": cut.adjoint, "HAS_IN0": in0 is not None, "HAS_IN1": in1 is not None,
+         "HAS_STATES": keep, "KINDS": kinds, "CUT": chunked and cut.directions == 2, "PRECISION": tr.precision},
+        _SCAN_TILES[tr.precision],
     )  # fmt: skip
     return states, out, M
 
@@ -483,23 +518,21 @@ def shard_transitions(settings: Settings, tr: FactoredTransitions) -> list[Tenso
         M = eye.expand(B, H, 1, kinds, D, D)
     else:
         length = span_length(settings, T, B * H, D, 0, 0, kinds, tr.A.device)
-        M = _scan_spans(settings, tr, tr.U, (), (), 0, False, length, kinds, keep=False)[2]
+        M = _scan_spans(settings, tr, tr.U, (), Cut(length, directions=0), kinds=kinds, keep=False)[2]
         if length < T:  # rows that start at I, with no input, in full float32 whatever torch allows a product
             rows = eye.repeat(B, H, kinds, 1)
             nothing = M.new_zeros(M.shape).flatten(3, 4)
-            M = compose(settings, M, [nothing], [rows], T, length, (False, 0, 1), False)[1][0].unflatten(
-                2, (1, kinds, D)
-            )
-    found = [m.contiguous() for m in M[:, :, 0].unbind(2)]
-    return found + found if normalize and kinds == 1 else found
+            M = compose(settings, M, [nothing], [rows], T, Cut(length))[1][0].unflatten(2, (1, kinds, D))
+    transitions = [m.contiguous() for m in M[:, :, 0].unbind(2)]
+    return transitions * 2 if normalize and kinds == 1 else transitions
 
 
 def scan_states(
     settings: Settings, tr: FactoredTransitions, entering: Edges, ends: Sequence[bool], reverse: bool
 ) -> tuple[States, Edges]:
     rows = tr.U.shape[-2]
-    came = packed_rows(entering.S, entering.z, rows), packed_rows(entering.R, entering.y, rows)
-    S, R, S_out, R_out = _scan(settings, tr, tr.U, came, ends, reverse=reverse, adjoint=False, keep=True)
+    packed = packed_rows(entering.S, entering.z, rows), packed_rows(entering.R, entering.y, rows)
+    S, R, S_out, R_out = _scan(settings, tr, tr.U, packed, ends, reverse=reverse, adjoint=False, keep=True)
     kept = States(*split_rows(S), *split_rows(R))  # type: ignore[arg-type]
     return kept, Edges(*split_rows(S_out), *split_rows(R_out))
 
@@ -514,8 +547,8 @@ def scan_states_adjoint(
     reverse: bool,
 ) -> tuple[States, Edges]:
     dU = _gradient_rows(dX, dx)
-    came = packed_rows(entering.S, entering.z, dU.shape[-2]), packed_rows(entering.R, entering.y, dU.shape[-2])
-    G, F, G_out, F_out = _scan(settings, tr, dU, came, ends, reverse=reverse, adjoint=True, keep=True)
+    packed = packed_rows(entering.S, entering.z, dU.shape[-2]), packed_rows(entering.R, entering.y, dU.shape[-2])
+    G, F, G_out, F_out = _scan(settings, tr, dU, packed, ends, reverse=reverse, adjoint=True, keep=True)
     kept = States(*split_rows(G), *split_rows(F))  # type: ignore[arg-type]
     return kept, Edges(*split_rows(G_out), *split_rows(F_out))
 
@@ -524,8 +557,8 @@ def leaving(
     settings: Settings, tr: FactoredTransitions, entering: Edges, ends: Sequence[bool], reverse: bool
 ) -> Edges:
     rows = tr.U.shape[-2]
-    came = packed_rows(entering.S, entering.z, rows), packed_rows(entering.R, entering.y, rows)
-    _, _, S, R = _scan(settings, tr, tr.U, came, ends, reverse=reverse, adjoint=False, keep=False)
+    packed = packed_rows(entering.S, entering.z, rows), packed_rows(entering.R, entering.y, rows)
+    _, _, S, R = _scan(settings, tr, tr.U, packed, ends, reverse=reverse, adjoint=False, keep=False)
     return Edges(*split_rows(S), *split_rows(R))
 
 

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import dense, operator
+from .launch import dense, launch, operator, strided
 from .tiles import empty_tuple
 
 #: Channels of a program, and how many frames are on their way to it while it works on one: forward, backward.
 _CHANNELS, _AHEAD, _AHEAD_BACK = 256, 3, 2
-#: How many turns of its walk are written out, which saves moving the window along: forward, backward, and backward
+#: How many frames of its loop are written out, which saves moving the window along: forward, backward, and backward
 #: with a halo, where it would cost registers.
 _UNROLL, _UNROLL_BACK, _UNROLL_HALO = 4, 2, 1
 #: Programs of the backward pass: as many as an H200 holds at once, or its last round would be nearly empty.
@@ -26,21 +26,30 @@ _CONV_PROGRAMS = 1024
 
 @triton.jit
 def _load_frame(
-    x_ptr, past_ptr, future_ptr, t, T, x_t, past_t, future_t, c, live,
+    x, past, future, t, T, c, live,
     REACH: tl.constexpr, HAS_PAST: tl.constexpr, HAS_FUTURE: tl.constexpr,
 ):  # fmt: skip
-    """Channels c of frame t, an int64; frames from -REACH on are the past's, from T on the future's, others zero."""
-    ptr = x_ptr + t * x_t
+    """Channels c of frame t, an int64; frames from -REACH on are the past's, from T on the future's, others zero.
+
+    x, past and future are one token's (address, stride of frames).
+    """
+    ptr = x[0] + t * x[1]
     inside = (t >= 0) & (t < T)
     if HAS_PAST:
         before = (t >= -REACH) & (t < 0)
-        ptr = tl.where(before, past_ptr + (t + REACH) * past_t, ptr)
+        ptr = tl.where(before, past[0] + (t + REACH) * past[1], ptr)
         inside = inside | before
     if HAS_FUTURE:
         after = (t >= T) & (t < T + REACH)
-        ptr = tl.where(after, future_ptr + (t - T) * future_t, ptr)
+        ptr = tl.where(after, future[0] + (t - T) * future[1], ptr)
         inside = inside | after
     return tl.load(ptr + c, mask=live & inside, other=0.0)
+
+
+@triton.jit
+def _token(tensor, b, s):
+    """Token s of batch b through all frames, of (pointer, strides of b, t, s): its address and the stride of frames."""
+    return tensor[0] + b * tensor[1] + s * tensor[3], tensor[2]
 
 
 @triton.jit
@@ -48,22 +57,23 @@ def _load_taps(weight_ptr, c, live, K: tl.constexpr):
     """Taps by their distance from the centre, which is the last of the K."""
     taps = empty_tuple()
     for j in tl.static_range(K):
-        taps = taps + (tl.load(weight_ptr + c * K + (K - 1 - j), mask=live, other=0.0).to(tl.float32),)
+        taps = taps + (tl.load(weight_ptr + c.to(tl.int64) * K + (K - 1 - j), mask=live, other=0.0).to(tl.float32),)
     return taps
 
 
 @triton.jit
 def _conv_kernel(
-    x_ptr, past_ptr, future_ptr, weight_ptr, out_ptr,
-    T, S, C, x_b, x_t, x_s, past_b, past_t, past_s, future_b, future_t, future_s, first_frame, chunk_frames,
+    x, past, future, weight_ptr, out_ptr, shape, chunks,
     K: tl.constexpr, HAS_PAST: tl.constexpr, HAS_FUTURE: tl.constexpr, CHUNKED: tl.constexpr,
     BC: tl.constexpr, AHEAD: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """A block of channels of one token, through all its frames.
 
     `window` holds frames t - REACH ... t + REACH in float32, `coming` the AHEAD after them as they arrive: converting
-    one waits for it.
+    one waits for it. `chunks` is the number of the first frame and the chunks' length.
     """
+    T, S, C = shape
+    first_frame, chunk_frames = chunks
     REACH: tl.constexpr = K - 1
     blocks = tl.cdiv(C, BC)
     pid = tl.program_id(0)
@@ -72,16 +82,13 @@ def _conv_kernel(
     b = (pid // blocks // S).to(tl.int64)
     zero = tl.full([], 0, tl.int64)
     live = c < C
-    x_ptr += b * x_b + s * x_s
-    past_ptr += b * past_b + s * past_s
-    future_ptr += b * future_b + s * future_s
+    x, past, future = _token(x, b, s), _token(past, b, s), _token(future, b, s)
     out_ptr += (b * T * S + s) * C
     taps = _load_taps(weight_ptr, c, live, K)
     window, coming = empty_tuple(), empty_tuple()
     for i in tl.static_range(2 * REACH + AHEAD):
         frame = _load_frame(
-            x_ptr, past_ptr, future_ptr, zero + (i - REACH), T, x_t, past_t, future_t, c, live,
-            REACH, HAS_PAST, HAS_FUTURE,
+            x, past, future, zero + (i - REACH), T, c, live, REACH, HAS_PAST, HAS_FUTURE
         )  # fmt: skip
         if i < 2 * REACH:
             window = window + (frame.to(tl.float32),)
@@ -89,8 +96,7 @@ def _conv_kernel(
             coming = coming + (frame,)
     for t in tl.range(T, loop_unroll_factor=UNROLL):
         frame = _load_frame(
-            x_ptr, past_ptr, future_ptr, zero + t + (REACH + AHEAD), T, x_t, past_t, future_t, c, live,
-            REACH, HAS_PAST, HAS_FUTURE,
+            x, past, future, zero + t + (REACH + AHEAD), T, c, live, REACH, HAS_PAST, HAS_FUTURE
         )  # fmt: skip
         coming = coming + (frame,)
         window = window + (coming[0].to(tl.float32),)
@@ -106,8 +112,7 @@ def _conv_kernel(
 
 @triton.jit
 def _conv_backward_kernel(
-    x_ptr, past_ptr, future_ptr, weight_ptr, dout_ptr, dx_ptr, dpast_ptr, dfuture_ptr, partial_ptr,
-    T, S, C, x_b, x_t, x_s, past_b, past_t, past_s, future_b, future_t, future_s, first_frame, chunk_frames, tokens,
+    x, past, future, weight_ptr, dout_ptr, dx_ptr, dpast_ptr, dfuture_ptr, partial_ptr, shape, chunks, tokens,
     K: tl.constexpr, HAS_PAST: tl.constexpr, HAS_FUTURE: tl.constexpr, CHUNKED: tl.constexpr,
     BC: tl.constexpr, AHEAD: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
@@ -117,13 +122,15 @@ def _conv_backward_kernel(
     Frame t met tap j in out_{t+j}, and in out_{t-j} unless a chunk ends between: with g_j = dout_{t+j} + dout_{t-j},
     dx_t = sum of w_j g_j, and dw_j = sum over t of x_t g_j.
     """
+    T, S, C = shape
+    first_frame, chunk_frames = chunks
     REACH: tl.constexpr = K - 1
     blocks = tl.cdiv(C, BC)
     group, groups = tl.program_id(0) // blocks, tl.num_programs(0) // blocks
     c = (tl.program_id(0) % blocks) * BC + tl.arange(0, BC)
     zero = tl.full([], 0, tl.int64)
     live = c < C
-    partial_ptr += group * K * C
+    partial_ptr += group.to(tl.int64) * K * C
     taps = _load_taps(weight_ptr, c, live, K)
     dtaps = empty_tuple()
     for _ in tl.static_range(K):
@@ -135,17 +142,12 @@ def _conv_backward_kernel(
         stop = T + REACH
     for token in range(group, tokens, groups):
         b, s = zero + token // S, zero + token % S
-        x_row, past_row, future_row = x_ptr + b * x_b + s * x_s, past_ptr, future_ptr
-        if HAS_PAST:
-            past_row += b * past_b + s * past_s
-        if HAS_FUTURE:
-            future_row += b * future_b + s * future_s
-        dout_row = dout_ptr + (b * T * S + s) * C
+        x_token, past_token, future_token = _token(x, b, s), _token(past, b, s), _token(future, b, s)
+        dout = (dout_ptr + (b * T * S + s) * C, (zero + S) * C)
         window, coming, xs = empty_tuple(), empty_tuple(), empty_tuple()
         for i in tl.static_range(2 * REACH + AHEAD):
             frame = _load_frame(
-                dout_row, dout_ptr, dout_ptr, zero + first + (i - REACH), T, S * C, 0, 0, c, live,
-                REACH, False, False,
+                dout, dout, dout, zero + first + (i - REACH), T, c, live, REACH, False, False
             )  # fmt: skip
             if i < 2 * REACH:
                 window = window + (frame.to(tl.float32),)
@@ -153,32 +155,29 @@ def _conv_backward_kernel(
                 coming = coming + (frame,)
         for i in tl.static_range(AHEAD):
             frame = _load_frame(
-                x_row, past_row, future_row, zero + first + i, T, x_t, past_t, future_t, c, live,
-                REACH, HAS_PAST, HAS_FUTURE,
+                x_token, past_token, future_token, zero + first + i, T, c, live, REACH, HAS_PAST, HAS_FUTURE
             )  # fmt: skip
             xs = xs + (frame,)
         for t in tl.range(first, stop, loop_unroll_factor=UNROLL):
             frame = _load_frame(
-                dout_row, dout_ptr, dout_ptr, zero + t + (REACH + AHEAD), T, S * C, 0, 0, c, live,
-                REACH, False, False,
+                dout, dout, dout, zero + t + (REACH + AHEAD), T, c, live, REACH, False, False
             )  # fmt: skip
             coming = coming + (frame,)
             frame = _load_frame(
-                x_row, past_row, future_row, zero + t + AHEAD, T, x_t, past_t, future_t, c, live,
-                REACH, HAS_PAST, HAS_FUTURE,
+                x_token, past_token, future_token, zero + t + AHEAD, T, c, live, REACH, HAS_PAST, HAS_FUTURE
             )  # fmt: skip
             xs = xs + (frame,)
             window = window + (coming[0].to(tl.float32),)
-            x = xs[0].to(tl.float32)
+            key = xs[0].to(tl.float32)
             dx = taps[0] * window[REACH]
-            sums = empty_tuple() + (dtaps[0] + x * window[REACH],)
+            sums = empty_tuple() + (dtaps[0] + key * window[REACH],)
             for j in tl.static_range(1, K):
                 earlier = window[REACH - j]
                 if CHUNKED:  # what is before frame 0 is zero anyway, so its remainder need not be right
                     earlier = tl.where((first_frame + t - j) % chunk_frames + j < chunk_frames, earlier, 0.0)
                 g = window[REACH + j] + earlier
                 dx += taps[j] * g
-                sums = sums + (dtaps[j] + x * g,)
+                sums = sums + (dtaps[j] + key * g,)
             dtaps = sums
             ptr = dx_ptr + ((b * T + t) * S + s) * C
             if HAS_PAST:
@@ -188,14 +187,7 @@ def _conv_backward_kernel(
             tl.store(ptr + c, dx.to(dx_ptr.dtype.element_ty), mask=live)
             window, coming, xs = window[1:], coming[1:], xs[1:]
     for j in tl.static_range(K):
-        tl.store(partial_ptr + j * C + c, dtaps[K - 1 - j], mask=live)
-
-
-def _conv_sizes(
-    x: Tensor, past: Tensor, future: Tensor, first_frame: int, chunk_frames: int | None
-) -> tuple[int, ...]:
-    strides = [stride for tensor in (x, past, future) for stride in tensor.stride()[:3]]
-    return (*x.shape[1:], *strides, first_frame, chunk_frames or 1)
+        tl.store(partial_ptr + (zero + j) * C + c, dtaps[K - 1 - j], mask=live)
 
 
 @operator("short_conv")
@@ -209,8 +201,10 @@ def short_conv(
     if out.numel():
         x = dense(x)
         before, after = (x if halo is None else dense(halo) for halo in (past, future))
-        _conv_kernel[(triton.cdiv(C, _CHANNELS) * S * B,)](
-            x, before, after, weight.contiguous(), out, *_conv_sizes(x, before, after, first_frame, chunk_frames),
+        launch(
+            _conv_kernel, triton.cdiv(C, _CHANNELS) * S * B,
+            (strided(x), strided(before), strided(after), weight.contiguous(), out, (T, S, C),
+             (first_frame, chunk_frames or 1)),
             K=weight.shape[-1], HAS_PAST=past is not None, HAS_FUTURE=future is not None,
             CHUNKED=chunk_frames is not None, BC=_CHANNELS, AHEAD=_AHEAD, UNROLL=_UNROLL, num_warps=2,
         )  # fmt: skip
@@ -233,9 +227,10 @@ def short_conv_backward(
     x = dense(x)
     before, after = (x if halo is None else dense(halo) for halo in (past, future))
     partial = torch.empty(groups, K, C, dtype=torch.float32, device=x.device)
-    _conv_backward_kernel[(blocks * groups,)](
-        x, before, after, weight.contiguous(), dout.contiguous(), dx, dpast, dfuture, partial,
-        *_conv_sizes(x, before, after, first_frame, chunk_frames), B * S,
+    launch(
+        _conv_backward_kernel, blocks * groups,
+        (strided(x), strided(before), strided(after), weight.contiguous(), dout.contiguous(), dx, dpast, dfuture,
+         partial, (T, S, C), (first_frame, chunk_frames or 1), B * S),
         K=K, HAS_PAST=past is not None, HAS_FUTURE=future is not None, CHUNKED=chunk_frames is not None,
         BC=_CHANNELS, AHEAD=_AHEAD_BACK, num_warps=2,
         UNROLL=_UNROLL_BACK if past is None and future is None else _UNROLL_HALO,

@@ -21,18 +21,82 @@ def dot16(a, b, acc):
 
 
 @triton.jit
-def load_tokens(ptr, n, live, stride_n, d, D: tl.constexpr):
-    """A (tokens, channels) tile, zero beyond the frame's tokens and beyond D."""
-    return tl.load(ptr + n[:, None] * stride_n + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+def split_index(index, H, T):
+    """Batch, frame and head of an index that counts heads first, then frames; in 64 bits, as offsets need them."""
+    h = (index % H).to(tl.int64)
+    t = (index // H % T).to(tl.int64)
+    b = (index // H // T).to(tl.int64)
+    return b, t, h
 
 
 @triton.jit
-def load_tables(cos, sin, n, live, BLOCK: tl.constexpr, BD: tl.constexpr, D: tl.constexpr):
-    """The rotary tables (tokens, BD / 2) of channel block BLOCK."""
+def locate(tensor, b, n, h):
+    """The address of batch b, token or frame n and head h: `tensor` is (pointer, the strides of the three).
+
+    In 64 bits, as every product with a stride is: a stride may be any number, and what is left of a product in 32 bits
+    would be the address of something else.
+    """
+    return tensor[0] + b.to(tl.int64) * tensor[1] + n.to(tl.int64) * tensor[2] + h.to(tl.int64) * tensor[3]
+
+
+@triton.jit
+def is_active(mask_ptr, frame, MASK: tl.constexpr):
+    """Whether a frame, counted over the batch, is not padding."""
+    if MASK:
+        return tl.load(mask_ptr + frame) != 0
+    else:
+        return True
+
+
+@triton.jit
+def frame_tokens(tensor, b, token, h):
+    """A frame's tokens, from its first one on: their address and the stride of tokens."""
+    return locate(tensor, b, token, h), tensor[2]
+
+
+@triton.jit
+def scalar_addresses(frame, n):
+    """The addresses of one number of each of a frame's tokens n."""
+    return frame[0] + n.to(tl.int64) * frame[1]
+
+
+@triton.jit
+def token_addresses(frame, n, d):
+    """The addresses of channels d of a frame's tokens n."""
+    return scalar_addresses(frame, n)[:, None] + d[None, :]
+
+
+@triton.jit
+def load_scalars(frame, n, live):
+    """One number of each token, zero beyond the frame's tokens."""
+    return tl.load(scalar_addresses(frame, n), mask=live, other=0.0)
+
+
+@triton.jit
+def load_tokens(frame, n, live, d, D: tl.constexpr):
+    """A (tokens, channels) tile, zero beyond the frame's tokens and beyond D."""
+    return tl.load(token_addresses(frame, n, d), mask=live[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store(addresses, x, keep):
+    """x in the dtype of what it is stored to."""
+    tl.store(addresses, x.to(addresses.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def frame_tables(tables, token, D: tl.constexpr):
+    """The rotary tables (cosines, sines), each (N, D / 2), from a frame's first token on."""
+    return tables[0] + token * (D // 2), tables[1] + token * (D // 2)
+
+
+@triton.jit
+def load_tables(tables, n, live, BLOCK: tl.constexpr, BD: tl.constexpr, D: tl.constexpr):
+    """Cosines and sines (tokens, BD / 2) of channel block BLOCK."""
     d = BLOCK * (BD // 2) + tl.arange(0, BD // 2)
-    offs = n[:, None] * (D // 2) + d[None, :]
+    offsets = n.to(tl.int64)[:, None] * (D // 2) + d[None, :]
     keep = live[:, None] & (d < D // 2)[None, :]
-    return tl.load(cos + offs, mask=keep, other=0.0), tl.load(sin + offs, mask=keep, other=0.0)
+    return tl.load(tables[0] + offsets, mask=keep, other=0.0), tl.load(tables[1] + offsets, mask=keep, other=0.0)
 
 
 @triton.jit
@@ -71,11 +135,11 @@ def scaled(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def load_sum(S_ptr, R_ptr, offs, keep, REVERSE: tl.constexpr):
-    """What a frame's queries meet: the forward state plus the reverse one."""
-    x = tl.load(S_ptr + offs, mask=keep, other=0.0)
+def load_sum(states, offsets, keep, REVERSE: tl.constexpr):
+    """The sum of two states, the forward one and where REVERSE the reverse one: a frame's queries multiply it once."""
+    x = tl.load(states[0] + offsets, mask=keep, other=0.0)
     if REVERSE:
-        x += tl.load(R_ptr + offs, mask=keep, other=0.0)
+        x += tl.load(states[1] + offsets, mask=keep, other=0.0)
     return x
 
 
@@ -123,14 +187,15 @@ def matmul(tokens, high, low, TWO: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def outer_products(
-    left_ptr, left_n, k_ptr, k_n, beta_ptr, beta_n, cos_ptr, sin_ptr, tokens, i, j, z, eps,
+    left_tokens, k, weights, tables, tokens, i, j, z, eps,
     D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
     KEYS: tl.constexpr, TABLES: tl.constexpr, WEIGHT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Block (i, j) of the sum over a frame's tokens of left (w k)ᵀ, and block j of that of w k.
 
-    WEIGHT says what w is: "beta"; "den" for 1 / (zᵀ k + eps), k not yet rotated; "den_given" for the same of other
-    tokens, at beta_ptr; "found" for the same at beta_ptr; or "none" for 1.
+    left_tokens, k and weights are a frame's (address, stride of tokens), `tokens` their number.
+    WEIGHT says what w is: "beta", `weights`; "den" for 1 / (zᵀ k + eps), k not yet rotated; "den_given" for the same
+    of the tokens that `weights` are; "stored" for the same as `weights`; or "none" for 1.
     """
     EXACT: tl.constexpr = PRECISION != "tf32"
     offs_n = tl.arange(0, BN)
@@ -138,27 +203,27 @@ def outer_products(
     offs_j = j * BD + tl.arange(0, BD)
     product = tl.zeros((BD, BD), dtype=tl.float32)
     total = tl.zeros((16, BD), dtype=tl.float32)  # summed over its rows once, after the loop
-    # Too narrow for an asynchronous copy, beta is read a turn ahead by hand; the compiler does that for the tiles.
-    if WEIGHT == "beta" or WEIGHT == "found":
-        next_beta = tl.load(beta_ptr + offs_n * beta_n, mask=offs_n < tokens, other=0.0)
+    # Too narrow for an asynchronous copy, weights are read an iteration ahead by hand; the compiler does so for tiles.
+    if WEIGHT == "beta" or WEIGHT == "stored":
+        next_weight = load_scalars(weights, offs_n, offs_n < tokens)
     for n0 in tl.range(0, tokens, BN, num_stages=STAGES):
         n = n0 + offs_n
         live = n < tokens
-        if WEIGHT == "beta" or WEIGHT == "found":
-            weight = next_beta.to(tl.float32)
-            next_beta = tl.load(beta_ptr + (n + BN) * beta_n, mask=n + BN < tokens, other=0.0)
-        raw = load_tokens(k_ptr, n, live, k_n, offs_j, D)
+        if WEIGHT == "beta" or WEIGHT == "stored":
+            weight = next_weight.to(tl.float32)
+            next_weight = load_scalars(weights, n + BN, n + BN < tokens)
+        raw = load_tokens(k, n, live, offs_j, D)
         left = raw
         if not KEYS or NB > 1:
-            left = load_tokens(left_ptr, n, live, left_n, offs_i, D)
+            left = load_tokens(left_tokens, n, live, offs_i, D)
         key = raw.to(tl.float32)
         if WEIGHT == "den" or WEIGHT == "den_given":
             plain = key
             if WEIGHT == "den_given":
-                plain = load_tokens(beta_ptr, n, live, beta_n, offs_j, D).to(tl.float32)
+                plain = load_tokens(weights, n, live, offs_j, D).to(tl.float32)
             weight = tl.where(live, 1.0 / (tl.sum(plain * z[None, :], 1) + eps), 0.0)
         if TABLES:
-            cos, sin = load_tables(cos_ptr, sin_ptr, n, live, j, BD, D)
+            cos, sin = load_tables(tables, n, live, j, BD, D)
             key = rotate(key, cos, sin, BN, BD)
         written = key
         if WEIGHT != "none":
@@ -168,7 +233,7 @@ def outer_products(
                 left = key.to(tl.float32 if EXACT else raw.dtype)
         else:
             if KEYS and TABLES:
-                cos, sin = load_tables(cos_ptr, sin_ptr, n, live, i, BD, D)
+                cos, sin = load_tables(tables, n, live, i, BD, D)
                 left = rotate(left.to(tl.float32), cos, sin, BN, BD).to(tl.float32 if EXACT else raw.dtype)
             if EXACT:
                 left = left.to(tl.float32)
@@ -186,29 +251,30 @@ def outer_products(
 
 @triton.jit
 def tokens_times_matrix(
-    ptr, n, live, stride_n, cos_ptr, sin_ptr, X_ptr, Y_ptr, j,
+    frame, n, live, tables, matrices, j,
     D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
     TABLES: tl.constexpr, BOTH: tl.constexpr, TRANSPOSED: tl.constexpr, TWO: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Block j of a tile of tokens, rotated by TABLES, times X, or X + Y where BOTH, or the TRANSPOSED of that."""
+    """Block j of a tile of a frame's tokens, rotated by TABLES, times the first of two (D, D) matrices, or their sum
+    where BOTH, or the TRANSPOSED of that."""
     EXACT: tl.constexpr = PRECISION != "tf32"
     d = tl.arange(0, BD)
     out = j * BD + d
     product = tl.zeros((BN, BD), dtype=tl.float32)
     for c in range(NB):
         inner = c * BD + d
-        raw = load_tokens(ptr, n, live, stride_n, inner, D)
+        raw = load_tokens(frame, n, live, inner, D)
         x = raw.to(tl.float32)
         if TABLES:
-            cos, sin = load_tables(cos_ptr, sin_ptr, n, live, c, BD, D)
+            cos, sin = load_tables(tables, n, live, c, BD, D)
             x = rotate(x, cos, sin, BN, BD)
         rows, row_size = token_operand(raw, x, TABLES, EXACT)
         if TRANSPOSED:
             keep = (out < D)[:, None] & (inner < D)[None, :]
-            matrix = tl.trans(load_sum(X_ptr, Y_ptr, out[:, None] * D + inner[None, :], keep, BOTH))
+            matrix = tl.trans(load_sum(matrices, out[:, None] * D + inner[None, :], keep, BOTH))
         else:
             keep = (inner < D)[:, None] & (out < D)[None, :]
-            matrix = load_sum(X_ptr, Y_ptr, inner[:, None] * D + out[None, :], keep, BOTH)
+            matrix = load_sum(matrices, inner[:, None] * D + out[None, :], keep, BOTH)
         high, low, size = matrix_operand(matrix.to(tl.float32), raw.dtype == tl.bfloat16, EXACT)
         product += matmul(rows, high, low, TWO, PRECISION) * (row_size * size)[:, None]
     return product
@@ -216,13 +282,13 @@ def tokens_times_matrix(
 
 @triton.jit
 def denominator(
-    q_ptr, n, live, q_n, z_ptr, y_ptr,
+    q, n, live, states, row,
     D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """(z + y)ᵀ q of a tile of tokens."""
+    """(z + y)ᵀ q of a tile of tokens, z and y at offset `row` of the two states."""
     den = tl.zeros((BN,), dtype=tl.float32)
     for c in range(NB):
         d = c * BD + tl.arange(0, BD)
-        z = load_sum(z_ptr, y_ptr, d, d < D, REVERSE)
-        den += tl.sum(load_tokens(q_ptr, n, live, q_n, d, D).to(tl.float32) * z[None, :], 1)
+        z = load_sum(states, row + d, d < D, REVERSE)
+        den += tl.sum(load_tokens(q, n, live, d, D).to(tl.float32) * z[None, :], 1)
     return den

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import operator
+from .launch import dense, launch, operator, strided
 
 #: Tokens and heads of a program.
 _TOKENS, _HEADS = 16, 10
@@ -38,8 +38,10 @@ def _store_tile(ptr, n, live, stride_n, x, HALF: tl.constexpr, BC: tl.constexpr)
 
 @triton.jit
 def _matrices(ptr, n, live, stride_n, row, column):
-    """The 16 numbers of each token's matrix, row by row."""
+    """The 16 numbers of each token's matrix, row by row; in 64 bits, for any strides."""
     ptr += n * stride_n
+    zero = tl.full([], 0, tl.int64)
+    row, column = zero + row, zero + column
     return (
         _matrix_row(ptr, live, column)
         + _matrix_row(ptr + row, live, column)
@@ -100,9 +102,17 @@ def _rotation(table_ptr, n, live, INVERSE: tl.constexpr, HALF: tl.constexpr, BC:
 
 
 @triton.jit
+def _split_program(tokens, heads, BN: tl.constexpr, HEADS: tl.constexpr):
+    """This program's batch, its first head and its tokens, all in the grid's first dimension."""
+    tiles, groups = tl.cdiv(tokens, BN), tl.cdiv(heads, HEADS)
+    index = tl.program_id(0)
+    n = (index % tiles * BN + tl.arange(0, BN)).to(tl.int64)
+    return (index // tiles // groups).to(tl.int64), index // tiles % groups * HEADS, n
+
+
+@triton.jit
 def _turn_kernel(
-    x_ptr, m_ptr, table_ptr, out_ptr, inflation_ptr,
-    tokens, heads, x_b, x_n, x_h, m_b, m_n, m_row, m_column, table_b,
+    x, matrix, table, out_ptr, inflation_ptr, shape,
     D: tl.constexpr, INVERSE: tl.constexpr, BN: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """out = s M x a token and head; s = min(1, rms x / rms M x) and inflation = (|out| / |x|)².
@@ -110,18 +120,19 @@ def _turn_kernel(
     INVERSE: the rotation is turned round, s = 1, and there is no inflation.
     """
     HALF: tl.constexpr = D // 2
-    batch = tl.program_id(2).to(tl.int64)
-    n = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
+    tokens, heads = shape
+    zero = tl.full([], 0, tl.int64)
+    batch, first, n = _split_program(tokens, heads, BN, HEADS)
     live = n < tokens
-    x_ptr += batch * x_b
+    x_ptr = x[0] + batch * x[1]
     out_ptr += batch * tokens * heads * D
     inflation_ptr += batch * tokens * heads
-    m = _matrices(m_ptr + batch * m_b, n, live, m_n, m_row, m_column)
-    cos, sin = _rotation(table_ptr + batch * table_b, n, live, INVERSE, HALF, BC)
-    first = tl.program_id(1) * HEADS
-    for head in range(first, tl.minimum(first + HEADS, heads)):
-        ray = _tile(x_ptr + head * x_h, n, live, x_n, HALF, BC)
-        place = _tile(x_ptr + head * x_h + HALF, n, live, x_n, HALF, BC)
+    m = _matrices(matrix[0] + batch * matrix[1], n, live, matrix[2], matrix[3], matrix[4])
+    cos, sin = _rotation(table[0] + batch * table[1], n, live, INVERSE, HALF, BC)
+    for h in range(first, tl.minimum(first + HEADS, heads)):
+        head = zero + h
+        ray = _tile(x_ptr + head * x[3], n, live, x[2], HALF, BC)
+        place = _tile(x_ptr + head * x[3] + HALF, n, live, x[2], HALF, BC)
         before = tl.sum(ray * ray + place * place, 1)
         ray, place = _multiplied(m, ray, False), _rotated(place, cos, sin)
         if not INVERSE:
@@ -136,8 +147,7 @@ def _turn_kernel(
 
 @triton.jit
 def _turn_backward_kernel(
-    x_ptr, m_ptr, table_ptr, dout_ptr, dinflation_ptr, dx_ptr,
-    tokens, heads, x_b, x_n, x_h, m_b, m_n, m_row, m_column, table_b,
+    x, matrix, table, dout_ptr, dinflation_ptr, dx_ptr, shape,
     D: tl.constexpr, INVERSE: tl.constexpr, BN: tl.constexpr, HEADS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """dx from dout and dinflation; what the forward computed is computed again.
@@ -145,22 +155,23 @@ def _turn_backward_kernel(
     With y = M x, u = |x|², w = |y|²: out = s y, inflation = s² w / u, and s² = (u/D + e) / (w/D + e) where below 1.
     """
     HALF: tl.constexpr = D // 2
-    batch = tl.program_id(2).to(tl.int64)
-    n = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
+    tokens, heads = shape
+    zero = tl.full([], 0, tl.int64)
+    batch, first, n = _split_program(tokens, heads, BN, HEADS)
     live = n < tokens
-    x_ptr += batch * x_b
+    x_ptr = x[0] + batch * x[1]
     dout_ptr += batch * tokens * heads * D
     dx_ptr += batch * tokens * heads * D
     dinflation_ptr += batch * tokens * heads
-    m = _matrices(m_ptr + batch * m_b, n, live, m_n, m_row, m_column)
-    cos, sin = _rotation(table_ptr + batch * table_b, n, live, INVERSE, HALF, BC)
-    first = tl.program_id(1) * HEADS
-    for head in range(first, tl.minimum(first + HEADS, heads)):
+    m = _matrices(matrix[0] + batch * matrix[1], n, live, matrix[2], matrix[3], matrix[4])
+    cos, sin = _rotation(table[0] + batch * table[1], n, live, INVERSE, HALF, BC)
+    for h in range(first, tl.minimum(first + HEADS, heads)):
+        head = zero + h
         dray = _tile(dout_ptr + head * D, n, live, heads * D, HALF, BC)
         dplace = _tile(dout_ptr + head * D + HALF, n, live, heads * D, HALF, BC)
         if not INVERSE:
-            ray = _tile(x_ptr + head * x_h, n, live, x_n, HALF, BC)
-            place = _tile(x_ptr + head * x_h + HALF, n, live, x_n, HALF, BC)
+            ray = _tile(x_ptr + head * x[3], n, live, x[2], HALF, BC)
+            place = _tile(x_ptr + head * x[3] + HALF, n, live, x[2], HALF, BC)
             yray, yplace = _multiplied(m, ray, False), _rotated(place, cos, sin)
             u, w = tl.sum(ray * ray + place * place, 1), tl.sum(yray * yray + yplace * yplace, 1)
             ds = tl.sum(dray * yray + dplace * yplace, 1)
@@ -205,9 +216,11 @@ def _launch(kernel: Any, x: Tensor, matrix: Tensor, table: Tensor, others: tuple
     B, N, H, D = x.shape
     if x.numel() == 0:
         return
-    x, table = x if x.stride(-1) == 1 else x.contiguous(), table.contiguous()
-    kernel[(triton.cdiv(N, _TOKENS), triton.cdiv(H, _HEADS), B)](
-        x, matrix, table, *others, N, H, *x.stride()[:3], *matrix.stride(), table.stride(0) if len(table) > 1 else 0,
+    table = table.contiguous()
+    launch(
+        kernel, triton.cdiv(N, _TOKENS) * triton.cdiv(H, _HEADS) * B,
+        (strided(dense(x)), (matrix, *matrix.stride()), (table, table.stride(0) if len(table) > 1 else 0), *others,
+         (N, H)),
         D=D, INVERSE=inverse, BN=_TOKENS, HEADS=_HEADS, BC=triton.next_power_of_2(D // 2),
     )  # fmt: skip
 
