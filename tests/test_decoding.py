@@ -407,7 +407,7 @@ def test_bad_latents_are_named_and_leave_the_state_alone():
     vae = wan()
     decoder = stream_decoder(vae)
     for bad in (torch.randn(1, 4, 3, 4), torch.randn(1, 5, 1, 3, 4), torch.ones(1, 4, 1, 3, 4).long(), [[1.0]]):
-        with pytest.raises(ValueError, match=r"latents must be a floating-point tensor \(B, 4, T, h, w\)"):
+        with pytest.raises(ValueError, match=r"latents must be a tensor \(B, 4, T, h, w\)"):
             decoder.decode(bad)
     with pytest.raises(ValueError, match="at least one frame"):
         decoder.decode(torch.randn(1, 4, 0, 3, 4))
