@@ -58,7 +58,7 @@ KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", t
 
 
 def specialized(value, place, constants, attributes):
-    """The type of one argument as Triton compiles for it; constants and alignments are noted by the argument's place."""
+    """The type of one argument as Triton compiles for it; constants and alignments are noted by its place."""
     if isinstance(value, tuple):
         return tuple(specialized(x, (*place, i), constants, attributes) for i, x in enumerate(value))
     if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):

@@ -48,7 +48,7 @@ def _load_frame(
 
 @triton.jit
 def _token(tensor, b, s):
-    """Token s of batch b through all frames, of (pointer, strides of b, t, s): its address and the stride of frames."""
+    """Token s of batch b in all frames, of (pointer, strides of b, t, s): its address and the stride of frames."""
     return tensor[0] + b * tensor[1] + s * tensor[3], tensor[2]
 
 
