@@ -362,7 +362,7 @@ def check_alike(ranks: Ranks, dataset: VideoLatents) -> None:
     if any(other != seen[0] for other in seen):
         counts = [count for _, count in seen]
         raise ValueError(
-            f"the ranks see other clips, by rank {counts} of them: all must read the same folder, which nobody writes to"
+            f"the ranks see other clips, by rank {counts} of them: all must read one folder, which nothing changes"
         )
 
 
