@@ -1,11 +1,14 @@
 """What the compiler is told of every operator, its schema and the shapes and strides it returns, against the truth."""
 
+import contextlib
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from frame_gdn.kernels.triton import gate, glu_conv, modulation, norm, residual, rotary, short_conv, ucpe
+from frame_gdn.kernels.triton.launch import Launcher
 
 from .test_steps import DEVICE
 
@@ -46,11 +49,42 @@ def test_fakes_promise_what_comes(name):
     torch.library.opcheck(getattr(module, name), arguments(shapes, options), test_utils=checks)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_kernels_are_launched_on_their_tensors_device(name, monkeypatch):
-    """Not on the current one, which is another where a model was moved to "cuda:1"."""
-    module, shapes, options = CALLS[name]
-    inputs, seen, device_of = arguments(shapes, options), [], torch.cuda.device_of
-    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: seen.append(tensor) or device_of(tensor))
-    getattr(module, name)(*inputs)
-    assert [tensor.data_ptr() for tensor in seen] == [inputs[0].data_ptr()]
+class OnAnotherDevice(Launcher):
+    """Compiles nothing; says that the tensors are on the second of two GPUs, where the first is the current one."""
+
+    interpreted = False
+
+    def __init__(self):
+        super().__init__()
+        self.current = 0
+
+    def device_of(self, arguments):
+        super().device_of(arguments)
+        return torch.device("cuda", 1)
+
+    def current_device(self):
+        return self.current
+
+    @contextlib.contextmanager
+    def on(self, device):
+        self.current, before = device.index, self.current
+        yield
+        self.current = before
+
+
+def test_kernels_are_launched_on_their_tensors_device():
+    """Not on the current one, which is another where a model was moved to "cuda:1"; afterwards that one is current."""
+    launcher, seen = OnAnotherDevice(), []
+
+    class Kernel:
+        """As Triton's, and as what it compiles to."""
+
+        __name__, params = "kernel", []
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: seen.append((grid[0], launcher.current)) or self
+
+    for programs in (3, 3, 4):  # compiled, looked up, compiled
+        arguments = (torch.ones(4), 1, 1, 1), programs
+        launcher.launch(Kernel(), lambda tile, n=programs: n, arguments, {}, ({"num_warps": 4},))
+    assert seen == [(3, 1), (3, 1), (4, 1)] and launcher.current == 0
