@@ -19,6 +19,7 @@ def launches(D, dtype, exact, rotary):
 
     (kernel, arguments, options, tiles) of each launch, which is not run: what tensors hold is arbitrary.
     """
+    from frame_gdn.agreement import Call
     from frame_gdn.kernels.triton.launch import Launcher
     from frame_gdn.kernels.triton.steps import TritonSteps
     from frame_gdn.kernels.types import Inputs
@@ -49,7 +50,8 @@ def launches(D, dtype, exact, rotary):
         gdn_scan(x, S0, z0, options)[0].sum().backward()
         if dtype == torch.float32:
             A, rows = (tensor(H, T, D, D) for _ in range(2)), (tensor(H, T, D, D), tensor(H, T, 1, D))
-            X = frame_scan([*A], rows, (None, None), ScanOptions(False, None, "collective", None, steps))
+            call = Call("cp_frame_gdn_scan", {}, T)
+            X = frame_scan([*A], rows, (None, None), ScanOptions(False, None, "collective", None, steps, call))
             (X[0].sum() + X[1].sum()).backward()
     return found
 
