@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -19,9 +20,11 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     exception in a rank is raised here with that rank's traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
+        context = processes_that_have_imported()
+        # As bytes: torch would send every tensor as an open file, and a fork server takes only so many.
+        task = pickle.dumps((function, args))
         processes = [
-            context.Process(target=_main, args=(rank, world_size, folder, timeout_s, function, args), daemon=True)
+            context.Process(target=_main, args=(rank, world_size, folder, timeout_s, task), daemon=True)
             for rank in range(world_size)
         ]
         for process in processes:
@@ -47,10 +50,21 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         return results
 
 
-def _main(
-    rank: int, world_size: int, folder: str, timeout_s: int, function: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def processes_that_have_imported() -> Any:
+    """The multiprocessing context for ranks: forked from a server that has imported the packages, which takes seconds.
+
+    Where there is a GPU they are spawned, since a process that uses CUDA cannot be forked.
+    """
+    if torch.cuda.is_available():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["train"])
+    return context
+
+
+def _main(rank: int, world_size: int, folder: str, timeout_s: int, task: bytes) -> None:
     torch.set_num_threads(1)
+    function, args = pickle.loads(task)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",
