@@ -28,6 +28,9 @@ PARTIAL, PARTIAL_BITS = 2, 24
 #: Stands in a text for a fact that the rank does not know.
 UNKNOWN = "?"
 
+#: Between name and value, and between facts: ASCII's separators of units and of records.
+_IS, _AND = "\x1f", "\x1e"
+
 
 class Call(NamedTuple):
     """One call of a function as one rank makes it.
@@ -53,10 +56,10 @@ class Call(NamedTuple):
         return self._replace(facts={"fingerprint": self.digest()})
 
     def text(self) -> str:
-        """The facts, one a line: name, tab, value."""
-        partial = {name: UNKNOWN if value is None else value for name, value in self.partial.items()}
-        lines = {"function": self.name, **self.facts, **partial}
-        return "\n".join(f"{name}\t{_shown(value)}" for name, value in lines.items())
+        """The facts, each a name and a value."""
+        parts = [f"function{_IS}{self.name}", *(f"{name}{_IS}{value}" for name, value in self.facts.items())]
+        parts += [f"{name}{_IS}{UNKNOWN if value is None else value}" for name, value in self.partial.items()]
+        return _AND.join(parts).replace("torch.", "")
 
     def digest(self) -> int:
         """The facts that all ranks know as one number, of which two calls that differ have two."""
@@ -70,7 +73,7 @@ class Call(NamedTuple):
         fingerprint = self.digest()
         words = [float(fingerprint >> (WORD_BITS * i) & (1 << WORD_BITS) - 1) for i in range(WORDS)]
         for value in self.partial.values():
-            words.append(-math.inf if value is None else float(_digest(_shown(value), PARTIAL_BITS)))
+            words.append(-math.inf if value is None else float(_digest(str(value), PARTIAL_BITS)))
         return (*words, *[-math.inf] * (WORDS + PARTIAL - len(words)))
 
     def header(self, like: Tensor) -> Tensor:
@@ -80,17 +83,13 @@ class Call(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _header(words: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Kept, since a copy to a GPU waits for it: the calls of a training step are the same in every step."""
+    """Kept, since the calls of a training step are the same in every step; made without waiting for the device."""
     negatives = [word if math.isinf(word) else -word for word in words]
-    return torch.tensor([*words, *negatives], dtype=dtype, device=device)
+    return torch.tensor([*words, *negatives], dtype=dtype).to(device, non_blocking=True)
 
 
 def _digest(text: str, bits: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> (64 - bits)
-
-
-def _shown(value: object) -> str:
-    return str(value).replace("torch.", "").replace("\t", " ").replace("\n", " ")
 
 
 def described(value: object, frames_dim: int | None = None) -> object:
@@ -149,7 +148,7 @@ def disagreement(texts: Sequence[str]) -> str | None:
 
 
 def _table(text: str) -> dict[str, str]:
-    return dict(line.split("\t", 1) for line in text.split("\n") if "\t" in line)
+    return dict(fact.split(_IS, 1) for fact in text.split(_AND) if _IS in fact)
 
 
 def _named(ranks: Sequence[int]) -> str:

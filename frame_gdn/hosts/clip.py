@@ -5,7 +5,7 @@ These two hand what `rope` returns to every `attn1` and look at it nowhere else,
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import functional, parallel
-from ..agreement import Call
+from ..agreement import Call, described
 from . import Swapped
 
 
@@ -30,12 +30,14 @@ class Span:
     Attributes:
         counts: every rank's number of frames; `start` ... `start + frames - 1` of them are here.
         chunk_frames: no frame sees past the end of its chunk; None means one chunk.
+        call: what the ranks of a group compare the messages of this call by.
     """
 
     counts: list[int]
     start: int
     frames: int
     chunk_frames: int | None
+    call: Call | None = field(default=None, kw_only=True)
 
     @property
     def is_plain(self) -> bool:
@@ -55,6 +57,20 @@ class Span:
             first = last
 
 
+def facts_of(model: Swapped, frames_dims: Mapping[str, int], arguments: Mapping[str, object]) -> dict[str, object]:
+    """What all ranks must have alike of a call of a model: its configuration, and what of its arguments can be told
+    without a look at the device.
+
+    Args:
+        frames_dims: by argument, the dimension in which a rank has its own frames.
+    """
+    if parallel.rank_and_size(model.group)[1] == 1:  # a process alone, compiled perhaps, has nobody to agree with
+        return {}
+    config = {name: value for name, value in model.config.items() if not name.startswith("_")}
+    given = {name: described(value, frames_dims.get(name)) for name, value in arguments.items()}
+    return {**config, **given, "gradient_checkpointing": torch.is_grad_enabled() and model.gradient_checkpointing}
+
+
 def locate(site: Swapped, frames: int, facts: Mapping[str, object]) -> Span:
     """The span of a call in which this rank holds so many frames. One tiny exchange under a group.
 
@@ -62,13 +78,21 @@ def locate(site: Swapped, frames: int, facts: Mapping[str, object]) -> Span:
     disagree or have no frame.
     """
     rank, _ = parallel.rank_and_size(site.group)
-    facts = {**facts, "chunk_frames": site.chunk_frames, "backend": site.backend}
+    facts = {**facts, "chunk_frames": site.chunk_frames, "backend": site.backend, "attention": site.attention}
     call = Call(type(site).__name__, facts, frames)
-    counts = parallel.agree(call, site.group, None, positions=True, check=False).counts
+    counts, _, call = parallel.agree(call, site.group, None, positions=True, check=False)
     assert counts is not None
     if 0 in counts:
         raise ValueError(f"every rank needs at least one frame, the ranks hold {counts}")
-    return Span(counts, sum(counts[:rank]), frames, site.chunk_frames)
+    return Span(counts, sum(counts[:rank]), frames, site.chunk_frames, call=call.brief() if len(counts) > 1 else None)
+
+
+def check_positions(span: Span, known: int) -> None:
+    """ValueError, on all ranks alike, for a clip that goes on after the host's rotary table has ended."""
+    if sum(span.counts) > known:
+        raise ValueError(
+            f"the clip has {sum(span.counts)} frames, but the host's rotary table knows the positions of {known}"
+        )
 
 
 @dataclass(frozen=True)
@@ -93,26 +117,38 @@ class Clip(Span):
 
 
 class ClipRotary(Swapped):
-    """The host's rotary embedding from the shard's first frame on, with what else the blocks must know of the clip."""
+    """The host's rotary embedding from the shard's first frame on, with what else the blocks must know of the clip.
+
+    Attributes:
+        facts: what else the ranks must have alike in the call that is under way, where the model said so.
+    """
+
+    facts: Mapping[str, object] = {}
+
+    def release(self) -> list[str]:
+        self.__dict__.pop("facts", None)
+        return super().release()
 
     def forward(self, hidden_states: Tensor) -> Clip:
         """(B, C, T_local, h, w) latents, whose shape alone is looked at. One tiny exchange under a group.
 
-        Raises ValueError, on all ranks alike, for ranks that disagree or have no frame, and for a T that is no
-        multiple of the patches' length.
+        Raises ValueError, on all ranks alike, for ranks that disagree or have no frame, for a T that is no multiple of
+        the patches' length, and for a clip longer than the host's table.
         """
         with parallel.checked(self.group, due=True):
-            batch, _, length, height, width = hidden_states.shape
+            _, _, length, height, width = hidden_states.shape
             patch = self.patch_size[0]
             if length % patch:
                 raise ValueError(f"the latents' {length} frames are no multiple of the patch size {patch}")
-            facts = {"B": batch, "h": height, "w": width, "dtype": hidden_states.dtype}
+            facts: dict[str, object] = {"hidden_states": described(hidden_states, 2), "dtype": hidden_states.dtype}
+            facts |= self.facts
         span = locate(self, length // patch, facts)
+        check_positions(span, self.max_seq_len)
         start, frames = span.start, span.frames
         tables = super().forward(hidden_states.new_empty(0, 0, (start + frames) * patch, height, width))
         tokens = tables[0].shape[1] // (start + frames)
         cos, sin = (table[:, start * tokens :] for table in tables)
-        return Clip(span.counts, start, frames, span.chunk_frames, cos, sin)
+        return Clip(span.counts, start, frames, span.chunk_frames, cos, sin, call=span.call)
 
 
 def as_values(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,7 +205,7 @@ def attend(
     tokens = q.shape[1] // clip.frames
     if len(clip.counts) > 1:
         kv = torch.stack([k, v], 2).unflatten(1, (clip.frames, tokens))
-        k, v = parallel.gather_frames(kv, group, clip.counts).flatten(1, 2).unbind(2)
+        k, v = parallel.gather_frames(kv, group, clip.counts, clip.call).flatten(1, 2).unbind(2)
     mask = None
     if allowed is not None:
         allowed = allowed | ~allowed.any(1, keepdim=True)

@@ -10,11 +10,11 @@ from diffusers.models.modeling_utils import get_parameter_dtype
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from .. import functional
+from .. import checks, functional, parallel
 from ..gdn import bidirectional_gdn
 from ..kernels.types import accumulation_dtype
 from . import SwapOptions, Swapped, refuse_hooks
-from .clip import Clip, as_values
+from .clip import Clip, as_values, facts_of
 from .configuration import ConfiguredModel, write
 
 #: What a frame forgets of the state at the start, 1 - g: so little that a clip's first and last frame weigh the same.
@@ -105,6 +105,23 @@ class GatedModel(ConfiguredModel):
 
     def enable_parallelism(self, **kwargs: Any) -> None:
         raise ValueError("a swapped model is sharded by frames: frame_gdn.parallelize(model, group)")
+
+    def tell_rope(self, hidden_states: Tensor, timestep: Tensor, arguments: Mapping[str, object]) -> None:
+        """Leave with `rope`, where the ranks of a group compare this call, what they must have alike in it.
+
+        Of `timestep`, which may have a rank's own frames or tokens, that is the number of dimensions. Raises
+        ValueError for what the host would stop at before it comes to `rope`.
+        """
+        if self.group is None:
+            return
+        with parallel.checked(self.group, due=True):
+            checks.tensor("hidden_states", hidden_states, ("B", "C", "T", "h", "w"))
+            self.rope.facts = facts_of(self, {}, {**arguments, "timestep dimensions": timestep.dim()})
+
+
+def told(model: nn.Module, replacement: type[Swapped]) -> list[tuple[nn.Module, type[Swapped]]]:
+    """The model as a site to swap, for its arguments to be compared between ranks, unless a hook holds its forward."""
+    return [] if "forward" in model.__dict__ else [(model, replacement)]
 
 
 def open_gates(

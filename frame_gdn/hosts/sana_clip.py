@@ -1,5 +1,6 @@
 """SANA-WM: where one call's frames lie in the clip and which of them are padding, as every site of a model sees it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import replace as changed
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import functional, parallel
+from ..agreement import described
 from . import Swapped
 from .clip import Span, locate
 
@@ -34,19 +36,26 @@ class Clip(Span):
         return functional.select(x, self.mask)
 
 
-def clip_of(site: Swapped, x: Tensor, frames: int, frame_valid_mask: "Tensor | Clip | None") -> Clip:
+def clip_of(
+    site: Swapped,
+    x: Tensor,
+    frames: int,
+    frame_valid_mask: "Tensor | Clip | None",
+    facts: Mapping[str, object] | None = None,
+) -> Clip:
     """The clip of a call of `site`, unless the model has made it already; x's first dimension is the batch.
 
-    One tiny exchange under a group. Raises ValueError for a mask that is not one of 0/1 a frame, on all ranks alike.
+    `facts` are what all ranks must have alike beside what is seen here. One tiny exchange under a group. Raises
+    ValueError for a mask that is not one of 0/1 a frame, on all ranks alike.
     """
     if isinstance(frame_valid_mask, Clip):
         return frame_valid_mask.to(x.device)
     with parallel.checked(site.group, due=True):
         mask = None if frame_valid_mask is None else as_bool(frame_valid_mask, x.shape[0], frames).to(x.device)
-    given = "None" if mask is None else "given"
-    span = locate(site, frames, {"B": x.shape[0], "dtype": x.dtype, "frame_valid_mask": given})
-    clip_mask = None if mask is None else parallel.gather_frames(mask, site.group, span.counts)
-    return Clip(span.counts, span.start, span.frames, span.chunk_frames, mask, clip_mask)
+    seen = {"B": x.shape[0], "dtype": x.dtype, "frame_valid_mask": described(mask, 1)}
+    span = locate(site, frames, {**seen, **(facts or {})})
+    clip_mask = None if mask is None else parallel.gather_frames(mask, site.group, span.counts, span.call)
+    return Clip(span.counts, span.start, span.frames, span.chunk_frames, mask, clip_mask, call=span.call)
 
 
 def as_bool(mask: Tensor, batch: int, frames: int) -> Tensor:

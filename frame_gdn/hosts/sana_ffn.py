@@ -83,7 +83,7 @@ class GLUMBConvTemp(Swapped, host.GLUMBConvTemp):
         if clip.is_plain:
             out: Tensor = self.t_conv(x)
             return out
-        left, right = parallel.halo(x.transpose(1, 2), reach, reach, self.group, clip.counts)
+        left, right = parallel.halo(x.transpose(1, 2), reach, reach, self.group, clip.counts, clip.call)
         left, right = left.transpose(1, 2), right.transpose(1, 2)
         if clip.chunk_frames is None:
             out = self.t_conv(torch.cat([left, x, right], 2))

@@ -24,7 +24,7 @@ from .clip import Clip, ClipRotary
 from .configuration import present as present  # one of the host's three functions
 from .configuration import swapping_init
 from .feed_forward import Conv2d, Frames, free_convolutions
-from .gates import ENTRIES, GatedAttention, GatedModel, open_gates
+from .gates import ENTRIES, GatedAttention, GatedModel, open_gates, told
 
 #: What the key scale is multiplied by unless `swap` is told otherwise: benchmarks/results/sana_video_start.json.
 START_SCALE = 0.1
@@ -51,7 +51,7 @@ def replace(model: nn.Module, options: SwapOptions) -> None:
 def cover(model: nn.Module) -> None:
     """Make every site right over shards; a swapped model is already."""
     if not isinstance(model, SanaVideoTransformer3DModel):
-        adopt(_sites(model))
+        adopt([*told(model, SanaVideoTransformer3DModel), *_sites(model)])
 
 
 def _sites(model: Any) -> list[tuple[nn.Module, type[Swapped]]]:
@@ -100,7 +100,8 @@ class Attention(GatedAttention, _Attention):
         q, k = q.to(wide), k.to(wide)
         with torch.autocast(x.device.type, enabled=False):  # sums over the whole clip stay wide
             own = torch.einsum("bnhd,bnhe->bhde", v.to(wide), k_rot), k.sum(1).unsqueeze(2)
-            sums = parallel.gather_frames(torch.cat(own, 2)[:, None], self.group, [1] * len(clip.counts)).sum(1)
+            own_sums, one_each = torch.cat(own, 2)[:, None], [1] * len(clip.counts)
+            sums = parallel.gather_frames(own_sums, self.group, one_each, clip.call).sum(1)
             out = torch.einsum("bhde,bnhe->bnhd", sums[:, :, :-1], q_rot)
             out = out / (torch.einsum("bhe,bnhe->bnh", sums[:, :, -1], q) + 1e-15).unsqueeze(-1)
         return out.to(x.dtype).flatten(2)
@@ -212,3 +213,33 @@ class SanaVideoTransformer3DModel(GatedModel, host.SanaVideoTransformer3DModel):
     _repeated_blocks = ["SanaVideoTransformerBlock"]
 
     __init__ = swapping_init(host.SanaVideoTransformer3DModel.__init__, replace, *ENTRIES)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        timestep: Tensor,
+        guidance: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        attention_kwargs: dict[str, Any] | None = None,
+        controlnet_block_samples: tuple[Tensor] | None = None,
+        return_dict: bool = True,
+    ) -> Any:
+        """As in the host. Under a group, `hidden_states`, and `timestep` where it has frames, hold this rank's own."""
+        others = {
+            "encoder_hidden_states": encoder_hidden_states, "encoder_attention_mask": encoder_attention_mask,
+            "guidance": guidance, "controlnet_block_samples": controlnet_block_samples,
+        }  # fmt: skip
+        self.tell_rope(hidden_states, timestep, others)
+        return super().forward(
+            hidden_states,
+            encoder_hidden_states,
+            timestep,
+            guidance=guidance,
+            encoder_attention_mask=encoder_attention_mask,
+            attention_mask=attention_mask,
+            attention_kwargs=attention_kwargs,
+            controlnet_block_samples=controlnet_block_samples,
+            return_dict=return_dict,
+        )

@@ -6,7 +6,7 @@ them what they are called by, so that one `Clip` made at the model's door reache
 Source of the formulas: `transformer_sana_wm.py` of diffusers 0.42, after NVlabs/Sana.
 """
 
-from .. import needs_diffusers as needs_diffusers  # isort: skip
+from .. import checks, needs_diffusers as needs_diffusers  # isort: skip
 
 from collections.abc import Sequence
 from dataclasses import replace as changed
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .. import functional, parallel
 from ..gdn import bidirectional_gdn
 from . import SwapOptions, Swapped, adopt, configuration
-from .clip import as_values, attend
+from .clip import as_values, attend, check_positions, facts_of
 from .configuration import ConfiguredModel, swapping_init
 from .rays import into_rays, out_of_rays
 from .sana_clip import Clip, clip_of
@@ -90,7 +90,7 @@ class SanaWMTemporalShortConvolution(Swapped, host.SanaWMTemporalShortConvolutio
         reach = self.kernel_size - 1
         past = future = None
         if self.group is not None:
-            past, future = parallel.halo(x, reach, reach, self.group, clip.counts)
+            past, future = parallel.halo(x, reach, reach, self.group, clip.counts, clip.call)
         out = functional.short_conv(
             x, self.weight, past, future, chunk_frames=clip.chunk_frames, first_frame=clip.start, backend=self.backend
         )
@@ -392,8 +392,20 @@ class SanaWMTransformer3DModel(ConfiguredModel, host.SanaWMTransformer3DModel):
     ) -> Any:
         """As in the host. Under a group, `hidden_states`, `timestep`, `camera_conditions`, `chunk_plucker`, the mask
         and whatever else has frames hold this rank's own, and so does the output."""
-        frames, height, width = (n // p for n, p in zip(hidden_states.shape[2:], self.patch_size, strict=True))
-        clip = clip_of(self, hidden_states, frames, frame_valid_mask)
+        with parallel.checked(self.group, due=True):
+            checks.tensor("hidden_states", hidden_states, ("B", "C", "T", "h", "w"))
+            frames, height, width = (n // p for n, p in zip(hidden_states.shape[2:], self.patch_size, strict=True))
+            arguments = {
+                "hidden_states": hidden_states, "timestep": timestep,
+                "encoder_hidden_states": encoder_hidden_states, "encoder_attention_mask": encoder_attention_mask,
+                "mask": mask, "data_info": data_info, "camera_conditions": camera_conditions,
+                "chunk_plucker": chunk_plucker, "cam_pos_embeds": cam_pos_embeds, "pos_embeds": pos_embeds,
+                "raymats": raymats,
+            }  # fmt: skip
+            facts = facts_of(self, FRAMES_DIMS, arguments)
+        clip = clip_of(self, hidden_states, frames, frame_valid_mask, facts)
+        if self.use_pe and pos_embeds is None:
+            check_positions(clip, self.rope.max_seq_len)
         if clip.start and self.use_pe and pos_embeds is None:
             table = self.rope((clip.start + frames, height, width), device=hidden_states.device)
             pos_embeds = table[:, :, clip.start * height * width :]
@@ -420,6 +432,16 @@ class SanaWMTransformer3DModel(ConfiguredModel, host.SanaWMTransformer3DModel):
             chunk_size=chunk_size,
         )
 
+
+#: By argument of the model, the dimension of the frames, or of their tokens: a rank has its own.
+FRAMES_DIMS = {
+    "hidden_states": 2,
+    "timestep": 2,
+    "camera_conditions": 1,
+    "chunk_plucker": 2,
+    "pos_embeds": 2,
+    "raymats": 1,
+}
 
 #: A camera at the origin that is safe to divide by: what stands in for one that is not finite in a padded frame.
 LENS = (1.0, 0, 0, 0, 0, 1.0, 0, 0, 0, 0, 1.0, 0, 0, 0, 0, 1.0, 1.0, 1.0, 0, 0)

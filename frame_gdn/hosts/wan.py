@@ -22,7 +22,7 @@ from . import SwapOptions, Swapped, adopt
 from .clip import Clip, ClipRotary, as_values, attend, diffusers_chose
 from .configuration import present as present  # one of the host's three functions
 from .configuration import swapping_init
-from .gates import ENTRIES, GatedAttention, GatedModel, open_gates
+from .gates import ENTRIES, GatedAttention, GatedModel, open_gates, told
 
 START_SCALE = 1.0
 
@@ -46,7 +46,7 @@ def replace(model: nn.Module, options: SwapOptions) -> None:
 def cover(model: nn.Module) -> None:
     """Make every site right over shards; a swapped model is already."""
     if not isinstance(model, WanTransformer3DModel):
-        adopt(_sites(model))
+        adopt([*told(model, WanTransformer3DModel), *_sites(model)])
 
 
 def _sites(model: Any) -> list[tuple[nn.Module, type[Swapped]]]:
@@ -104,3 +104,27 @@ class WanTransformer3DModel(GatedModel, host.WanTransformer3DModel):
     _keep_in_fp32_modules = [*host.WanTransformer3DModel._keep_in_fp32_modules, "A_log", "dt_bias"]
 
     __init__ = swapping_init(host.WanTransformer3DModel.__init__, replace, *ENTRIES)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_hidden_states_image: Tensor | None = None,
+        return_dict: bool = True,
+        attention_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """As in the host. Under a group, `hidden_states`, and `timestep` where it has frames, hold this rank's own."""
+        others = {
+            "encoder_hidden_states": encoder_hidden_states,
+            "encoder_hidden_states_image": encoder_hidden_states_image,
+        }
+        self.tell_rope(hidden_states, timestep, others)
+        return super().forward(
+            hidden_states,
+            timestep,
+            encoder_hidden_states,
+            encoder_hidden_states_image,
+            return_dict=return_dict,
+            attention_kwargs=attention_kwargs,
+        )

@@ -13,8 +13,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: int = 60) -> list[Any]:
-    """function(rank, world_size, *args) in `world_size` processes; what they return, by rank.
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: int = 60, backend: str = "gloo"
+) -> list[Any]:
+    """function(rank, world_size, *args) in `world_size` processes; what they return, by rank. With NCCL for a backend
+    each rank has the GPU of its number.
 
     `function` must be importable (a module-level function) and return something that torch.save can write. An
     exception in a rank is raised here with that rank's traceback.
@@ -24,7 +27,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         # As bytes: torch would send every tensor as an open file, and a fork server takes only so many.
         task = pickle.dumps((function, args))
         processes = [
-            context.Process(target=_main, args=(rank, world_size, folder, timeout_s, task), daemon=True)
+            context.Process(target=_main, args=(rank, world_size, folder, timeout_s, backend, task), daemon=True)
             for rank in range(world_size)
         ]
         for process in processes:
@@ -62,11 +65,13 @@ def processes_that_have_imported() -> Any:
     return context
 
 
-def _main(rank: int, world_size: int, folder: str, timeout_s: int, task: bytes) -> None:
+def _main(rank: int, world_size: int, folder: str, timeout_s: int, backend: str, task: bytes) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     function, args = pickle.loads(task)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=world_size,

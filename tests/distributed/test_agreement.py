@@ -11,12 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from frame_gdn import (
-    GDNState,
-    bidirectional_gdn,
-    parallel,
-)
+from frame_gdn import BidirectionalGDN, GDNState, bidirectional_gdn, cp_frame_gdn_scan, parallel, parallelize
 from tests.distributed.helpers import run_ranks
+from tests.models.helpers import tiny_inputs, tiny_model
 
 B, T, S, H, D = 2, 3, 4, 2, 8
 
@@ -139,3 +136,175 @@ def functional(rank: int, size: int, rounds: bool) -> None:
 @pytest.mark.parametrize(("size", "rounds"), [(2, False), (3, False), (3, True)])
 def test_ranks_whose_calls_differ_get_nan_and_with_check_the_option_and_both_values(size: int, rounds: bool) -> None:
     run_ranks(size, functional, rounds)
+
+
+# --- later calls of everything else ------------------------------------------------------------------------------
+
+
+def transitions(rank: int, dtype: torch.dtype = torch.float32) -> Keywords:
+    generator = torch.Generator().manual_seed(rank)
+    names = {"W_kv": (H, T, D, D), "U_kv": (H, T, D, D), "W_z": (H, T, D, D), "U_z": (H, T, D)}
+    return {name: torch.rand(shape, generator=generator).to(dtype) / D for name, shape in names.items()}
+
+
+PRIMITIVE: list[Row] = [
+    ("reverse", same(), same(reverse=True)),
+    ("gather", same(gather="collective"), same(gather="list")),
+    ("backend", same(), same(backend="torch")),
+    ("dtype", lambda rank: transitions(rank, torch.float16), lambda rank: transitions(rank, torch.bfloat16)),
+    ("initial_state", same(), same(initial_state=(torch.ones(H, D, D), torch.ones(H, D)))),
+    ("truncate_to_active", same(truncate_to_active=2), same(truncate_to_active=3)),
+]
+
+#: The last's call of the layer, and attributes of the last's layer.
+LAYER: list[tuple[str, Keywords, Keywords]] = [
+    ("chunk_frames", {"chunk_frames": 2}, {}),
+    ("state", {"state": GDNState(torch.ones(B, H, D, D), torch.ones(B, H, D), 0)}, {}),
+    ("rotary", {"rotary": table(0)}, {}),
+    ("eps", {}, {"eps": 1.0}),
+    ("backend", {}, {"backend": "torch"}),
+]
+
+
+def primitive(rank: int, size: int) -> None:
+    group, counts, odd = dist.group.WORLD, [T] * size, rank == size - 1
+    cp_frame_gdn_scan(**transitions(rank), group=group)
+    for name, others, last in PRIMITIVE:
+        keywords = {**transitions(rank), "frames_per_rank": counts, **(last if odd else others)(rank)}
+        leaf = keywords["W_kv"].requires_grad_()
+        results = cp_frame_gdn_scan(**keywords, group=group)
+        assert_all_nan(name, *results)
+        sum(result.sum() for result in results).backward()
+        if name != "truncate_to_active":  # whose padded frames have the gradient 0
+            assert_all_nan(f"{name}: dW", leaf.grad)
+    first_alone = (torch.ones(H, D, D), torch.ones(H, D)) if rank == 0 else None
+    results = cp_frame_gdn_scan(**transitions(rank), group=group, initial_state=first_alone)
+    assert all(result.isfinite().all() for result in results)
+
+
+def layer(rank: int, size: int) -> None:
+    counts, odd, x = [T] * size, rank == size - 1, torch.rand(B, T * S, H * D)
+    module = BidirectionalGDN(H * D, H, group=dist.group.WORLD)
+    module(x, T)
+    for name, keywords, attributes in LAYER:
+        if odd:
+            for attribute, value in attributes.items():
+                setattr(module, attribute, value)
+        out, _ = module(x, T, frames_per_rank=counts, **(keywords if odd else {}))
+        assert_all_nan(name, out)
+        module.eps, module.backend = 1e-15, "auto"
+
+
+def frames(rank: int, size: int) -> None:
+    """Exchanged dimensions and another dtype of the same size; what lies beyond the clip is NaN too."""
+    group, counts, odd = dist.group.WORLD, [T] * size, rank == size - 1
+    parallel.halo(torch.rand(2, T, 4), 1, 1, group)
+    for x in (
+        torch.rand(4, T, 2) if odd else torch.rand(2, T, 4),
+        torch.rand(2, T, 4).to([torch.half, torch.bfloat16][odd]),
+    ):
+        for function, widths in ((parallel.halo, (2, 1)), (parallel.gather_frames, ())):
+            leaf = x.clone().requires_grad_()
+            results = function(leaf, *widths, group, counts)
+            results = results if isinstance(results, tuple) else (results,)
+            assert_all_nan(function.__name__, *results)
+            sum(result.sum() for result in results).backward()
+            assert_all_nan(f"gradient of {function.__name__}", leaf.grad)
+    mask = torch.rand(2, T) > 0.5
+    whole = parallel.gather_frames(mask, group, counts)  # a dtype without NaN, of odd size
+    assert whole[:, rank * T : (rank + 1) * T].equal(mask)
+    for function, call in ((parallel.broadcast, "a"), (parallel.sum_over_ranks, "b")):
+        for differ in (False, True):
+            mine = parallel.Call(call, {"option": differ and odd}, T)
+            arguments = (size - 1, group) if function is parallel.broadcast else (group,)
+            (result,) = function([torch.ones(3)], *arguments, mine)
+            seen = differ and not (odd and function is parallel.broadcast)  # a source receives nothing
+            assert bool(result.isnan().all() if seen else result.isfinite().all())
+
+
+def model(rank: int, size: int) -> None:
+    counts, odd = [T] * size, rank == size - 1
+    dit = parallelize(tiny_model(torch.float32), dist.group.WORLD)
+    inputs = tiny_inputs(T, torch.float32)
+    dit(**inputs)
+    turned = {"hidden_states": inputs["hidden_states"].transpose(3, 4)}
+    text = {name: inputs[name][:, :3] for name in ("encoder_hidden_states", "encoder_attention_mask")}
+    for name, keywords in {"h and w": turned, "text": text, "chunk_frames": {"chunk_frames": 2}}.items():
+        with torch.no_grad():
+            sample = dit(**{**inputs, **(keywords if odd else {})}, frames_per_rank=counts).sample
+        assert_all_nan(name, sample)
+
+
+def everything_else(rank: int, size: int) -> None:
+    for check in (primitive, layer, frames, model):
+        check(rank, size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_message_tells_that_it_belongs_to_another_call(size: int) -> None:
+    run_ranks(size, everything_else)
+
+
+# --- first calls --------------------------------------------------------------------------------------------------
+
+
+def first_calls(rank: int, size: int) -> None:
+    odd = rank == size - 1
+
+    def told(
+        said: str, function: Callable[..., object], *arguments: Any, own: str | None = None, **keywords: Any
+    ) -> None:
+        """The call is an error on every rank of a group that made none before, and says why."""
+        group = dist.new_group(list(range(size)))
+        if isinstance(function, torch.nn.Module):
+            parallelize(function, group)
+        else:
+            keywords["group"] = group
+        with pytest.raises(Exception) as raised:
+            function(*arguments, **keywords)
+        assert odd or raised.type is ValueError
+        assert said in str(raised.value), f"rank {rank}: {raised.value}"
+        assert odd or own is None or own in str(raised.value)
+
+    refused = f"rank {size - 1} of the group refused its input"
+    x = tokens(rank)
+    wrong = {"initial_state": {"S": 1}} if odd else {}
+    told("initial_state must be", bidirectional_gdn, **{**x, **wrong}, own=refused)
+    told("frames", bidirectional_gdn, **x, frames_per_rank=[T] * (size - 1) + [T + odd], own=refused)
+    told("gather must be", cp_frame_gdn_scan, **transitions(rank), gather="mpi" if odd else "list", own=refused)
+
+    attention, seen = BidirectionalGDN(H * D, H, conv_kernel_size=3 if odd else 4), torch.rand(B, T * S, H * D)
+    told("disagree on conv_kernel_size: ", attention, seen, T)
+    attention = BidirectionalGDN(H * D, H)
+    told("disagree on tokens a frame: ", attention, torch.rand(B, T * S * (1 + odd), H * D), T)
+    bad = {"state": GDNState(torch.ones(B, H, D + 1, D + 1), torch.ones(B, H, D + 1))} if odd else {}
+    told("state.S must be", attention, seen, T, **bad, frames_per_rank=[T] * size, own=refused)
+    told("frames_per_rank", attention, seen, T, frames_per_rank=[T] * (size - 1) + [T + odd], own=refused)
+    attention.backend = "cuda" if odd else "auto"
+    told("backend must be", attention, seen, T, frames_per_rank=[T] * size, own=refused)
+
+    inputs = tiny_inputs(T, torch.float32)
+    latents, text = inputs["hidden_states"], inputs["encoder_hidden_states"]
+    dit = tiny_model(torch.float32)
+    told("disagree on hidden_states: ", dit, **{**inputs, "hidden_states": latents[..., : 4 if odd else 6]})
+    told(
+        "encoder_hidden_states must be", dit, **{**inputs, "encoder_hidden_states": text[..., : 6 - odd]}, own=refused
+    )
+    shorter = {name: inputs[name][:, : 4 - odd] for name in ("encoder_hidden_states", "encoder_attention_mask")}
+    told("disagree on encoder_hidden_states: ", dit, **{**inputs, **shorter})
+    told("disagree on conv_kernel_size: ", tiny_model(torch.float32, conv_kernel_size=3 + odd), **inputs)
+    told("disagree on left: ", parallel.halo, torch.rand(2, T, 4), 1 + odd, 1)
+
+    def fails(group: Any, error: Exception) -> None:
+        with parallel.checked(group):
+            if odd:
+                raise error
+        parallel.agree(parallel.Call("fails", {}, T), group, None, positions=False, check=False)
+
+    for error in (KeyError("a head"), TypeError("a head"), RuntimeError("a head"), IndexError("a head")):
+        told("a head", fails, error=error, own=f"{refused}, rank {rank} stops with it: {type(error).__name__}: ")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_whatever_one_rank_refuses_on_a_first_call_is_an_error_on_all_that_says_why(size: int) -> None:
+    run_ranks(size, first_calls)

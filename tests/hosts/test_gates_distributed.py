@@ -70,9 +70,22 @@ def refused(rank: int, size: int) -> list[list[str]]:
 
 
 def refused_by(host: str, rank: int) -> list[str]:
+    messages = []
+    for model in (swap(tiny_model(host), group=dist.group.WORLD), parallelize(tiny_model(host), dist.group.WORLD)):
+        inputs = frames_of(tiny_inputs(4), slice(2 * rank, 2 * rank + 2))
+        text = inputs["encoder_hidden_states"]
+        for other in (text[..., : 8 - rank], text[:, : 5 - rank]):
+            with pytest.raises(ValueError, match="disagree on encoder_hidden_states: rank 0 has"):
+                model(**{**inputs, "encoder_hidden_states": other})
+        with pytest.raises(ValueError, match="disagree on hidden_states: rank 0 has"):
+            model(**{**inputs, "hidden_states": inputs["hidden_states"][..., : 6 - 2 * rank]})
+        with pytest.raises(ValueError, match="hidden_states must be"):
+            model(**{**inputs, "hidden_states": inputs["hidden_states"][(0,) * rank]})
+        long = frames_of(tiny_inputs(33), slice(31 * rank, 31 + 2 * rank))  # the table has 32 positions
+        with pytest.raises(ValueError, match="the clip has 33 frames"):
+            model(**long)
     model = swap(tiny_model(host), group=dist.group.WORLD)
     assert blocks_of(model, host)[0].attn1.group is dist.group.WORLD
-    messages = []
     for frames in (slice(0, 2 - 2 * rank), slice(0, 2)):
         inputs = frames_of(tiny_inputs(2, batch=2 - (rank if frames.stop == 2 else 0)), frames)
         with pytest.raises(ValueError) as error:
@@ -86,4 +99,4 @@ def test_bad_input_on_one_rank_is_an_error_on_all() -> None:
     for hosts in run_ranks(2, refused):
         for empty, disagreement in hosts:
             assert "every rank needs at least one frame, the ranks hold [2, 0]" in empty
-            assert "disagree on B" in disagreement
+            assert "disagree on hidden_states: rank 0 has (2, " in disagreement

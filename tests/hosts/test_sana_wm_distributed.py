@@ -82,18 +82,36 @@ def test_shards_equal_one_process(size: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def rank_of_mistakes(rank: int, size: int) -> list[str]:
-    """A shard without frames, and a mask that weighs on one rank only: the same error on every rank, no hang."""
+    """A shard without frames, a mask that weighs on one rank only and other calls on one rank: an error on every rank,
+    no hang."""
     messages = []
     inputs = tiny_inputs(4, camera=False)
+    mine = own(inputs, split(4, [2, 2], rank))
     empty = own(inputs, split(4, [4, 0], rank))
     weighing = own({**inputs, "frame_valid_mask": torch.ones(2, 4)}, split(4, [2, 2], rank))
     if rank == 1:
         weighing["frame_valid_mask"] = weighing["frame_valid_mask"] / 2
-    for wrong in (weighing, empty):
+    others = [
+        {"encoder_hidden_states": inputs["encoder_hidden_states"][..., : 8 - rank]},
+        {"encoder_hidden_states": inputs["encoder_hidden_states"][:, :, : 6 - rank]},
+        {"hidden_states": mine["hidden_states"][..., : 3 - rank]},
+        {"hidden_states": mine["hidden_states"][(0,) * rank]},
+        {"pos_embeds": torch.zeros(1, 1, 24, 8, dtype=torch.complex64) if rank else None},
+    ]
+    for wrong in (weighing, empty, *({**mine, **other} for other in others)):
         model = swap(tiny_model(num_layers=1), group=dist.new_group())
         with pytest.raises(ValueError) as raised:
             model(**wrong)
         messages.append(str(raised.value))
+    model = swap(tiny_model(num_layers=1), group=dist.new_group(), chunk_frames=2 + rank)
+    with pytest.raises(ValueError) as raised:
+        model(**mine)
+    messages.append(str(raised.value))
+    model = swap(tiny_model(num_layers=1), group=dist.new_group())
+    model.rope.max_seq_len = 3  # only the last rank's frames are beyond the table
+    with pytest.raises(ValueError) as raised:
+        model(**mine)
+    messages.append(str(raised.value))
     return messages
 
 
@@ -101,6 +119,12 @@ def test_mistakes_are_errors_on_every_rank() -> None:
     first, second = run_ranks(2, rank_of_mistakes)
     assert "rank 1 of the group refused" in first[0] and "0 and 1" in second[0]
     assert first[1] == second[1] == "every rank needs at least one frame, the ranks hold [4, 0]"
+    for index, name in ((2, "encoder_hidden_states"), (3, "encoder_hidden_states"), (4, "hidden_states")):
+        assert first[index] == second[index] and f"disagree on {name}: rank 0 has" in first[index]
+    assert "rank 1 of the group refused its input, rank 0 stops with it" in first[5]
+    assert first[6] == second[6] and "disagree on pos_embeds: rank 0 has None, rank 1 has" in first[6]
+    assert first[7] == second[7] and "disagree on chunk_frames: rank 0 has 2, rank 1 has 3" in first[7]
+    assert first[8] == second[8] and "the clip has 4 frames" in first[8]
 
 
 def rank_under_diffusers_plan(rank: int, size: int) -> list[Tensor]:

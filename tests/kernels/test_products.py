@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from frame_gdn import bidirectional_gdn, cp_frame_gdn_scan
+from frame_gdn import bidirectional_gdn, cp_frame_gdn_scan, parallel
 from frame_gdn.kernels.products import exact_matmul
 
 from ..helpers import relative_error
@@ -65,6 +65,20 @@ def test_the_plain_backend_is_float32_whatever_torch_allows(function, lowered):
         found = values_and_gradients(function, inputs, torch.float32)
     errors = [relative_error(x, y) for x, y in zip(found, exact, strict=True)]
     assert max(errors) <= 3e-6, errors
+
+
+def test_what_ranks_compose_is_float32_whatever_torch_allows(lowered):
+    M, h = torch.randn(2, 7, 2, 24, 24, dtype=torch.float64).div(24**0.5).unbind(0)
+    exact = h[0]
+    for i in range(1, 7):
+        exact = exact @ M[i] + h[i]
+    M, h = M.float(), h.float()
+    with Tf32Products():
+        assert relative_error(parallel._fold(M, h), exact) <= 3e-7
+        joined = [(M[0], h[0])]
+        for i in range(1, 7):
+            joined = parallel._join(joined, [(M[i], h[i])])
+        assert relative_error(joined[0][1], exact) <= 1e-6
 
 
 def test_the_emulation_lowers_an_ordinary_product(lowered):
