@@ -360,10 +360,8 @@ def check_alike(ranks: Ranks, dataset: VideoLatents) -> None:
     """Raises ValueError on all ranks where they see other clips: another folder, or one that is being encoded."""
     seen = ranks.gather([dataset.fingerprint(), len(dataset)])
     if any(other != seen[0] for other in seen):
-        counts = [count for _, count in seen]
-        raise ValueError(
-            f"the ranks see other clips, by rank {counts} of them: all must read one folder, which nothing changes"
-        )
+        counts = ", ".join(str(count) for _, count in seen)
+        raise ValueError(f"the ranks see other clips, {counts} of them by rank: all must read one folder, unchanged")
 
 
 def build_loader(
