@@ -4,6 +4,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from .gdn import GDNState, bidirectional_gdn
+from .kernels.backends import BackendChoice, backend_of
 from .layer import BidirectionalGDN
 from .parallelize import parallelize
 from .primitive import CpFrameGdnScanResult, cp_frame_gdn_scan
@@ -15,10 +16,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BackendChoice",
     "BidirectionalGDN",
     "CpFrameGdnScanResult",
     "FrameGDNRolloutPipeline",
     "GDNState",
+    "backend_of",
     "bidirectional_gdn",
     "cp_frame_gdn_scan",
     "parallelize",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import checks
 from .kernels import flash4, plain
-from .kernels.backends import pick_backend
+from .kernels.backends import Hardware, pick_backend
 from .kernels.temporal_conv import temporal_conv as accumulated_conv
 from .kernels.types import accumulation_dtype
 
@@ -180,6 +180,7 @@ def attention(
     scale: float | None = None,
     kernel: str = "auto",
     sdpa: Callable[..., Tensor] | None = None,
+    hardware: Hardware | None = None,
 ) -> Tensor:
     """softmax(scale · q kᵀ + mask) v.
 
@@ -191,6 +192,7 @@ def attention(
         kernel: "sdpa", torch's own attention; "flash4", flash-attn-4; "auto", flash-attn-4 where it is installed and
             serves these tensors, else torch's own.
         sdpa: what computes "sdpa", called as (q, k, v, attn_mask=, scale=); None for torch's own.
+        hardware: what the choice of a kernel takes the device for; None for what it is.
 
     Returns:
         like q.
@@ -200,7 +202,7 @@ def attention(
     """
     checks.choice("attention", kernel, ATTENTIONS)
     if kernel != "sdpa":
-        reason = flash4.refusal(q, q.shape[-1], mask is not None)
+        reason = flash4.refusal(q, q.shape[-1], mask is not None, hardware)
         if reason is None and not q.dtype == k.dtype == v.dtype:
             reason = f"it takes q, k and v of one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
         if reason is None:

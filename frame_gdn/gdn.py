@@ -12,8 +12,8 @@ from torch.distributed import ProcessGroup
 from . import checks, functional, parallel
 from .agreement import Call
 from .kernels import plain
-from .kernels.backends import pick_backend
-from .kernels.types import Inputs, accumulation_dtype
+from .kernels.backends import backend_name, pick_backend
+from .kernels.types import Backend, Inputs, accumulation_dtype
 from .ops import compiled_gdn_scan
 from .scan import GDNOptions, chunk_ends, gdn_scan
 
@@ -94,7 +94,7 @@ def bidirectional_gdn(
     eps: float = 1e-15,
     group: ProcessGroup | None = None,
     frames_per_rank: Sequence[int] | None = None,
-    backend: str = "auto",
+    backend: str | Backend[Any] = "auto",
     precision: str = "default",
     check: bool = False,
 ) -> tuple[Tensor, GDNState | None]:
@@ -109,11 +109,12 @@ def bidirectional_gdn(
     Source: the bidirectional frame-wise recurrence of SANA-WM (NVlabs/Sana), after gated DeltaNet (arXiv 2412.06464).
 
     Args:
-        q, k, v: (B, N, H, D), N = T·S tokens frame-major, after norm, ReLU and key scale; any floating dtype, strided
-            views welcome. Under a group: this rank's own frames, uneven and empty shards included.
-        beta: (B, N, H) in (0, 1).
+        q, k, v: (B, N, H, D), N = T·S tokens frame-major, after norm, ReLU and key scale; strided views welcome. All
+            of one floating dtype: none is cast, under autocast neither, and k or v of another dtype than q's is
+            refused. Under a group: this rank's own frames, uneven and empty shards included.
+        beta: (B, N, H) in (0, 1); it and decay may be of any floating dtype.
         decay: (B, T, H), the factor in (0, 1], never its logarithm.
-        q_rot, k_rot: (B, N, H, D), the numerator's q and k after rotary embedding; None means the plain ones.
+        q_rot, k_rot: (B, N, H, D) in q's dtype, the numerator's q and k after rotary embedding; None: the plain ones.
         rotary: in place of q_rot and k_rot, (cos, sin), each (N, D/2): the numerator's q and k are the plain ones with
             interleaved pairs turned by these tables, inside the kernels where the backend can. Tables get no gradient.
         mask: (B, T) bool, True = active. A padded frame has transition I and input 0; its output is 0, its gradients
@@ -126,7 +127,8 @@ def bidirectional_gdn(
         group: the context-parallel process group. One exchange of O(D²) a head forward, one backward.
         frames_per_rank: all shards' frame counts, if the caller knows them; else asked of the ranks, in one tiny
             exchange, only where a global position is needed (chunk_frames above 1, a final state).
-        backend: "torch", "triton" or "auto".
+        backend: "torch", "triton", or "auto": triton where `backend_of` says so. An object with the steps of
+            `kernels.types.Backend` runs in place of these, but not under torch.compile: a test's.
         precision: of triton with bfloat16 or float16 tokens. "default": tensor cores in 16 bit, sums and states in
             float32, so that the error stays near that of rounding the output; "exact": float32 throughout.
         check: ranks compare their shapes on this call too, not on the group's first alone.
@@ -154,7 +156,7 @@ def bidirectional_gdn(
         facts = {
             "B": B, "H": H, "D": D, "dtype": q.dtype, "q_rot": rotated[0], "k_rot": rotated[1],
             "normalize": normalize, "eps": float(eps), "chunk_frames": chunk_frames,
-            "output_final_state": output_final_state, "backend": backend, "precision": precision,
+            "output_final_state": output_final_state, "backend": backend_name(backend), "precision": precision,
         }  # fmt: skip
         if output_final_state:
             facts["mask"] = "None" if mask is None else "given"
@@ -181,7 +183,7 @@ def bidirectional_gdn(
     x = Inputs(q, k, v, beta, decay, q_rot, k_rot, mask, cos, sin)
     S: Tensor | None
     z: Tensor | None
-    if torch.compiler.is_compiling() and size == 1:
+    if torch.compiler.is_compiling() and size == 1 and isinstance(backend, str):
         out, S, z = compiled_gdn_scan(x, S0, z0, normalize, eps, chunk_frames, backend, precision)
     else:
         ends, passes = chunk_ends(chunk_frames, T, rank, counts)

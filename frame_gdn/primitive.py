@@ -1,7 +1,7 @@
 """`cp_frame_gdn_scan`: the states of a given frame recurrence over all ranks' frames."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,8 +9,8 @@ from torch.distributed import ProcessGroup
 
 from . import checks, parallel
 from .agreement import Call
-from .kernels.backends import pick_backend
-from .kernels.types import accumulation_dtype
+from .kernels.backends import backend_name, pick_backend
+from .kernels.types import Backend, accumulation_dtype
 from .scan import ScanOptions, frame_scan
 
 
@@ -39,7 +39,7 @@ def cp_frame_gdn_scan(
     initial_state: tuple[Tensor, Tensor] | None = None,
     frames_per_rank: Sequence[int] | None = None,
     gather: str = "collective",
-    backend: str = "auto",
+    backend: str | Backend[Any] = "auto",
 ) -> tuple[Tensor, Tensor] | CpFrameGdnScanResult:
     """S_t = S_{t-1} W_kv_t + U_kv_t and z_t = W_z_t z_{t-1} + U_z_t over the frames of all ranks, in rank order.
 
@@ -59,7 +59,8 @@ def cp_frame_gdn_scan(
         initial_state: (S (BH, D, D), z (BH, D)), enters at the chain's first rank.
         frames_per_rank: every rank's T_local, if known; else asked in one tiny exchange, only for a truncation.
         gather: "collective", "list" or "p2p", how states travel; the results agree to the bit.
-        backend: "torch", "triton" or "auto".
+        backend: "torch", "triton", or "auto": triton where `backend_of` says so; or an object, as of
+            `bidirectional_gdn`.
 
     Returns:
         (S_kv (BH, T_local, D, D), S_z (BH, T_local, D)) in the inputs' dtype, computed in float32 at least; or, where
@@ -82,7 +83,7 @@ def cp_frame_gdn_scan(
         k = truncate_to_active
         facts = {
             "BH": BH, "D": D, "dtype": W_kv.dtype, "reverse": reverse, "truncate_to_active": k, "gather": gather,
-            "backend": backend,
+            "backend": backend_name(backend),
         }  # fmt: skip
         given: str | None = "given" if initial_state is not None else "None"
         if initial_state is None and rank != (size - 1 if reverse else 0):

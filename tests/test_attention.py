@@ -10,8 +10,11 @@ from torch import Tensor
 
 from frame_gdn import functional
 from frame_gdn.kernels import flash4
+from frame_gdn.kernels.backends import Hardware
 
 from .helpers import relative_error
+
+HOPPER = Hardware("cuda:0", "cuda", "NVIDIA H200", (9, 0), flash4=True)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -94,33 +97,35 @@ def test_what_flash_attn_cannot_serve_is_torchs_own(kernel, masked):
     assert relative_error(out, reference(q, k[:, seen], v[:, seen], 0.2)[0]) <= 1e-14
 
 
-def test_asking_for_flash_attn_where_it_cannot_serve_is_a_value_error_that_says_why(monkeypatch):
+def test_asking_for_flash_attn_where_it_cannot_serve_is_a_value_error_that_says_why():
     q, k, v = (t.detach().bfloat16() for t in heads(14))
-    monkeypatch.setattr(flash4, "_INSTALLED", False)
-    with pytest.raises(ValueError, match="'flash4' cannot serve this call: flash-attn-4 is not installed"):
-        functional.attention(q, k, v, kernel="flash4")
-    monkeypatch.setattr(flash4, "_INSTALLED", True)
-    with pytest.raises(ValueError, match="needs an NVIDIA GPU, the tensors are on cpu"):
-        functional.attention(q, k, v, kernel="flash4")
-    monkeypatch.setattr(flash4, "_device_refusal", lambda device: None)
+    for hardware, reason in (
+        (HOPPER._replace(flash4=False), "'flash4' cannot serve this call: flash-attn-4 is not installed"),
+        (HOPPER._replace(device="cpu", type="cpu"), "needs an NVIDIA GPU, the tensors are on cpu"),
+        (HOPPER._replace(rocm=True), "needs an NVIDIA GPU, the tensors are on cuda:0"),
+        (HOPPER._replace(name="AMD Radeon RX 7900 XTX"), "needs an NVIDIA GPU, the tensors are on cuda:0"),
+        (HOPPER._replace(capability=(8, 0)), "compute capability 9 or 10"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            functional.attention(q, k, v, kernel="flash4", hardware=hardware)
+        assert torch.isfinite(functional.attention(q, k, v, hardware=hardware)).all()
     for like, head_dim, masked, reason in (
         (q.float(), 14, False, "bfloat16 or float16, got torch.float32"),
         (q, 192, False, "up to 128 channels, got 192"),
         (q, 14, True, "no mask"),
     ):
-        assert reason in flash4.refusal(like, head_dim, masked)
-    assert flash4.refusal(q, 112) is None
+        assert reason in flash4.refusal(like, head_dim, masked, HOPPER)
+    assert flash4.refusal(q, 112, hardware=HOPPER) is None
     with pytest.raises(ValueError, match="one dtype"):
-        functional.attention(q, k.half(), v, kernel="flash4")
+        functional.attention(q, k.half(), v, kernel="flash4", hardware=HOPPER)
 
 
-def test_auto_takes_flash_attn_where_it_serves(stand_in, monkeypatch):
-    monkeypatch.setattr(flash4, "_device_refusal", lambda device: None)
+def test_auto_takes_flash_attn_where_it_serves(stand_in):
     q, k, v = (t.detach().bfloat16() for t in heads(14))
-    out = functional.attention(q, k, v)
+    out = functional.attention(q, k, v, hardware=HOPPER)
     assert stand_in == [64]
     assert relative_error(out, reference(*(t.double() for t in (q, k, v)), 1 / math.sqrt(14))[0]) <= 2**-6
-    functional.attention(q, k, v, kernel="sdpa")
+    functional.attention(q, k, v, kernel="sdpa", hardware=HOPPER)
     assert stand_in == [64]
 
 

@@ -7,43 +7,40 @@ no product of queries and keys; the scale stays that of the true head.
 Written against flash-attn-4 4.0.0b36, whose backward has no public name.
 """
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .backends import Hardware, hardware_of, is_amd
+
 #: Channels of the heads that the kernels take.
 WIDTHS = (64, 128)
 
 
-def _is_installed() -> bool:
-    try:
-        version("flash-attn-4")
-    except PackageNotFoundError:
-        return False
-    return True
-
-
-_INSTALLED = _is_installed()
+def hardware_refusal(hardware: Hardware) -> str | None:
+    """Why flash-attn-4 does not run on a device; None where it does."""
+    if not hardware.flash4:
+        return "flash-attn-4 is not installed (pip install 'frame-gdn[flash4]')"
+    if hardware.type != "cuda" or is_amd(hardware):
+        return f"it needs an NVIDIA GPU, the tensors are on {hardware.device}"
+    major, minor = hardware.capability or (0, 0)
+    if major not in (9, 10):
+        return (
+            f"it needs a GPU of compute capability 9 or 10 (Hopper, Blackwell), {hardware.device} has {major}.{minor}"
+        )
+    return None
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _device_refusal(device: torch.device) -> str | None:
-    if not _INSTALLED:
-        return "flash-attn-4 is not installed (pip install 'frame-gdn[flash4]')"
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"it needs an NVIDIA GPU, the tensors are on {device}"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major not in (9, 10):
-        return f"it needs a GPU of compute capability 9 or 10 (Hopper, Blackwell), {device} has {major}.{minor}"
-    return None
+    return hardware_refusal(hardware_of(device))
 
 
-def refusal(like: Tensor, head_dim: int, masked: bool = False) -> str | None:
-    """Why flash-attn-4 cannot serve heads of so many channels in the dtype and on the device of `like`; None where it
-    can."""
-    reason: str | None = _device_refusal(like.device)
+def refusal(like: Tensor, head_dim: int, masked: bool = False, hardware: Hardware | None = None) -> str | None:
+    """Why flash-attn-4 cannot serve heads of so many channels in the dtype and on the device of `like`, or on the one
+    that `hardware` describes; None where it can."""
+    reason: str | None = _device_refusal(like.device) if hardware is None else hardware_refusal(hardware)
     if reason is not None:
         return reason
     if like.dtype not in (torch.bfloat16, torch.float16):

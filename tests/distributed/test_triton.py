@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from frame_gdn import GDNState, bidirectional_gdn, cp_frame_gdn_scan, gdn, primitive
+from frame_gdn import GDNState, bidirectional_gdn, cp_frame_gdn_scan
 from frame_gdn.kernels.naive import naive_bidirectional_gdn, naive_frame_scan
 from tests.distributed.helpers import run_ranks, split
 from tests.helpers import relative_error
@@ -15,14 +15,7 @@ steps = pytest.importorskip("frame_gdn.kernels.triton.steps", exc_type=ImportErr
 FLOAT32 = 5e-6
 
 
-def force_spans(spans):
-    """In this rank's process: cut every scan into so many spans."""
-    for module in (gdn, primitive):
-        module.pick_backend = lambda *_: steps.TritonSteps(spans=spans)
-
-
 def compare_scans(rank, size, sizes, chunk_frames, rotary, spans=None):
-    force_spans(spans)
     T, S, eps = sum(sizes), 3, 1e-3
     tensors, mask = clip(T=T, S=S, D=16, masked=True)
     tensors = {name: None if t is None else t.detach() for name, t in tensors.items()}
@@ -47,7 +40,7 @@ def compare_scans(rank, size, sizes, chunk_frames, rotary, spans=None):
     initial = GDNState(given.pop("S0"), given.pop("z0"))
     out, final = bidirectional_gdn(
         **given, mask=mask[:, frames], initial_state=initial, output_final_state=True, chunk_frames=chunk_frames,
-        eps=eps, group=dist.group.WORLD, frames_per_rank=sizes, backend="triton",
+        eps=eps, group=dist.group.WORLD, frames_per_rank=sizes, backend=steps.TritonSteps(spans=spans),
     )  # fmt: skip
     direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     ((expected * direction).sum() + size * S_ref.sin().sum()).backward()
@@ -65,7 +58,6 @@ def compare_scans(rank, size, sizes, chunk_frames, rotary, spans=None):
 
 
 def compare_primitives(rank, size, sizes, reverse, spans=None):
-    force_spans(spans)
     T, D = sum(sizes), 16
     generator = torch.Generator().manual_seed(5)
     shapes = ((2, T, D, D), (2, T, D, D), (2, T, D, D), (2, T, D))
@@ -75,7 +67,9 @@ def compare_primitives(rank, size, sizes, reverse, spans=None):
     if reverse:
         exact, ours = [x.flip(1) for x in exact], [x.flip(1) for x in ours]
     expected = naive_frame_scan(*exact)
-    found = cp_frame_gdn_scan(*ours, group=dist.group.WORLD, reverse=reverse, frames_per_rank=sizes, backend="triton")
+    found = cp_frame_gdn_scan(
+        *ours, group=dist.group.WORLD, reverse=reverse, frames_per_rank=sizes, backend=steps.TritonSteps(spans=spans)
+    )
     for x, y in zip(found, expected, strict=True):
         y = y.flip(1)[:, frames].flip(1) if reverse else y[:, frames]
         assert relative_error(x, y) <= FLOAT32

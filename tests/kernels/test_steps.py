@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from frame_gdn import cp_frame_gdn_scan, gdn, primitive
+from frame_gdn import cp_frame_gdn_scan
 from frame_gdn.functional import rotary as rotary_embedding
 from frame_gdn.gdn import GDNState, bidirectional_gdn
 from frame_gdn.kernels import plain
@@ -52,7 +52,7 @@ def tokens(B, T, S, H, D, dtype):
 
 def check_against_the_loop(
     B=1, T=3, S=5, H=2, D=24, dtype=torch.float32, *, rotary="given", masked=False, state=False, chunk_frames=None,
-    normalize=True, precision="default", bound=FLOAT32,
+    normalize=True, precision="default", backend="triton", bound=FLOAT32,
 ):  # fmt: skip
     """Output, final state and every gradient of `bidirectional_gdn` on Triton against the loop in float64."""
     inputs, tables = tokens(B, T, S, H, D, dtype)
@@ -91,7 +91,7 @@ def check_against_the_loop(
     initial = GDNState(given.pop("S0"), given.pop("z0")) if state else None
     out, final = bidirectional_gdn(
         **given, rotary=tables if rotary == "tables" else None, mask=mask, initial_state=initial,
-        output_final_state=state, chunk_frames=chunk_frames, normalize=normalize, eps=1e-6, backend="triton",
+        output_final_state=state, chunk_frames=chunk_frames, normalize=normalize, eps=1e-6, backend=backend,
         precision=precision,
     )  # fmt: skip
     found = [out]
@@ -152,13 +152,13 @@ def test_heads_of_several_channel_blocks(D, options):
 
 
 @pytest.mark.parametrize("rotary", ["none", "given", "tables"])
-def test_narrow_blocks_for_a_device_of_little_shared_memory(monkeypatch, rotary):
+def test_narrow_blocks_for_a_device_of_little_shared_memory(rotary):
     class Small(Launcher):
         def shared_memory(self, device):
             return 0
 
-    monkeypatch.setattr(gdn, "pick_backend", lambda *_: TritonSteps(launcher=Small()))
-    check_against_the_loop(D=24, rotary=rotary, masked=True, state=True)
+    backend = TritonSteps(launcher=Small())
+    check_against_the_loop(D=24, rotary=rotary, masked=True, state=True, backend=backend)
 
 
 @pytest.mark.parametrize("D", [24, 33])
@@ -201,7 +201,7 @@ def test_two_calls_are_equal_to_the_bit():
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-def check_the_primitive(BH, T, D, initial, bound=FLOAT32):
+def check_the_primitive(BH, T, D, initial, backend="triton", bound=FLOAT32):
     """States and every gradient of `cp_frame_gdn_scan` on Triton against the loop in float64, W not symmetric."""
 
     def random(*size: int) -> Tensor:
@@ -212,7 +212,7 @@ def check_the_primitive(BH, T, D, initial, bound=FLOAT32):
     exact = [x.clone().requires_grad_() for x in (*inputs, *states)]
     ours = [x.float().requires_grad_() for x in (*inputs, *states)]
     expected = naive_frame_scan(*exact[:4], initial_state=tuple(exact[4:]) or None)
-    found = cp_frame_gdn_scan(*ours[:4], initial_state=tuple(ours[4:]) or None, backend="triton")
+    found = cp_frame_gdn_scan(*ours[:4], initial_state=tuple(ours[4:]) or None, backend=backend)
     for x, y in zip(found, expected, strict=True):
         direction = torch.randn_like(y)
         assert relative_error(x, y) <= bound
@@ -231,17 +231,6 @@ def test_the_primitive_and_its_gradients(shape, initial):
 # --- spans of frames side by side -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def in_spans(monkeypatch):
-    """Cuts every scan into a given number of spans."""
-
-    def cut(spans):
-        for module in (gdn, primitive):
-            monkeypatch.setattr(module, "pick_backend", lambda *_: TritonSteps(spans=spans))
-
-    return cut
-
-
 @pytest.mark.parametrize(
     ("spans", "options"),
     [
@@ -254,9 +243,8 @@ def in_spans(monkeypatch):
         (2, {"T": 3, "D": 136, "rotary": "none"}),
     ],
 )
-def test_spans_side_by_side_equal_the_loop(in_spans, spans, options):
-    in_spans(spans)
-    check_against_the_loop(**{"T": 7, "S": 2, "H": 1, "D": 16, **options})
+def test_spans_side_by_side_equal_the_loop(spans, options):
+    check_against_the_loop(**{"T": 7, "S": 2, "H": 1, "D": 16, **options}, backend=TritonSteps(spans=spans))
 
 
 def test_spans_keep_a_state_that_lives_a_hundred_frames():
@@ -296,9 +284,8 @@ def test_the_transition_of_a_shard_is_the_same_in_spans(rotary):
 
 @pytest.mark.parametrize("spans", [2, 5])
 @pytest.mark.parametrize("initial", [False, True])
-def test_the_primitive_in_spans(in_spans, spans, initial):
-    in_spans(spans)
-    check_the_primitive(2, 7, 16, initial)
+def test_the_primitive_in_spans(spans, initial):
+    check_the_primitive(2, 7, 16, initial, TritonSteps(spans=spans))
 
 
 def test_a_full_device_scans_frame_after_frame_and_an_empty_one_in_spans():
