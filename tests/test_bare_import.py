@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TORCH_AND_ITS_NEEDS = "torch torchgen functorch triton sympy mpmath networkx jinja2 markupsafe filelock fsspec"
+TORCH_AND_ITS_NEEDS = "torch einops torchgen functorch triton sympy mpmath networkx jinja2 markupsafe filelock fsspec"
 
 SCRIPT = """
 import importlib, json

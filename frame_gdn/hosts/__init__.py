@@ -1,7 +1,7 @@
 """The models of diffusers that `swap` knows, and how a module of theirs changes its class and gets it back.
 
-A file a host, named in `HOSTS`, imported when a model of that host comes along (diffusers is no requirement of this
-package). It offers three functions:
+A file or folder a host, named in `HOSTS`, imported when `swap` is given a model of that host (diffusers is no
+requirement of this package). It offers three functions:
 
     present(model)            the options that it has already, of an earlier `swap` or from its configuration.
     replace(model, options)   put GDN in place of the host's attention in the chosen blocks; called by `swap`. Again on
@@ -26,7 +26,7 @@ from ..functional import ATTENTIONS
 from ..kernels.backends import BACKENDS
 from ..parallel import FrameSharded
 
-#: The class of the model in diffusers -> the file of this package that knows it.
+#: The class of the model in diffusers -> the module of this package that knows it.
 HOSTS = {
     "SanaWMTransformer3DModel": "sana_wm",
     "SanaVideoTransformer3DModel": "sana_video",

@@ -1,11 +1,13 @@
-"""Where a call's frames lie in the clip, and softmax attention over a clip whose frames are sharded or chunked; for
-Wan and SanaVideo also the rotary embedding that tells every block.
+"""What the hosts share of a call: where its frames lie in the clip (`Span`), their rotary positions, and softmax
+attention over a clip whose frames are sharded or chunked.
 
-These two hand what `rope` returns to every `attn1` and look at it nowhere else, so that is what the clip rides on.
+A swapped model makes one `Span` a call, and passes it to its blocks as their argument `clip`.
 """
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from dataclasses import replace as changed
 from functools import partial
 from typing import Any
 
@@ -15,7 +17,8 @@ from diffusers.models.attention_dispatch import (
     _AttentionBackendRegistry,
     dispatch_attention_fn,
 )
-from torch import Tensor
+from einops import repeat
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .. import functional, parallel
@@ -31,6 +34,8 @@ class Span:
         counts: every rank's number of frames; `start` ... `start + frames - 1` of them are here.
         chunk_frames: no frame sees past the end of its chunk; None means one chunk.
         call: what the ranks of a group compare the messages of this call by.
+        mask: (B, T_local) bool, the frames here that are not padding; `clip_mask` (B, T) those of all ranks. None: all
+            are.
     """
 
     counts: list[int]
@@ -38,6 +43,8 @@ class Span:
     frames: int
     chunk_frames: int | None
     call: Call | None = field(default=None, kw_only=True)
+    mask: Tensor | None = field(default=None, kw_only=True)
+    clip_mask: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def is_plain(self) -> bool:
@@ -56,6 +63,16 @@ class Span:
             yield first - self.start, last - self.start, end
             first = last
 
+    def to(self, device: torch.device) -> "Span":
+        """The same for a block that lives on this device."""
+        if self.mask is None or self.clip_mask is None:
+            return self
+        return changed(self, mask=self.mask.to(device), clip_mask=self.clip_mask.to(device))
+
+    def select(self, x: Tensor) -> Tensor:
+        """Tokens x (B, N, C) with zeros in padded frames: selected, not multiplied, so that no NaN passes."""
+        return functional.select(x, self.mask)
+
 
 def facts_of(model: Swapped, frames_dims: Mapping[str, int], arguments: Mapping[str, object]) -> dict[str, object]:
     """What all ranks must have alike of a call of a model: its configuration, and what of its arguments can be told
@@ -71,84 +88,120 @@ def facts_of(model: Swapped, frames_dims: Mapping[str, int], arguments: Mapping[
     return {**config, **given, "gradient_checkpointing": torch.is_grad_enabled() and model.gradient_checkpointing}
 
 
-def locate(site: Swapped, frames: int, facts: Mapping[str, object]) -> Span:
-    """The span of a call in which this rank holds so many frames. One tiny exchange under a group.
+def locate(
+    site: Swapped,
+    x: Tensor,
+    frames: int,
+    facts: Mapping[str, object] | None = None,
+    frame_valid_mask: Tensor | None = None,
+) -> Span:
+    """The span of a call of `site` in which this rank holds so many frames; x's first dimension is the batch.
 
-    `facts`, by name, are what else must be alike on all ranks. Raises ValueError, on all ranks alike, for ranks that
-    disagree or have no frame.
+    One tiny exchange under a group. `facts`, by name, are what all ranks must have alike beside what is seen here.
+    Raises ValueError, on all ranks alike, for ranks that disagree or have no frame, and for a mask that is not one of
+    0/1 a frame.
     """
-    rank, _ = parallel.rank_and_size(site.group)
-    facts = {**facts, "chunk_frames": site.chunk_frames, "backend": site.backend, "attention": site.attention}
-    call = Call(type(site).__name__, facts, frames)
+    with parallel.checked(site.group, due=True):
+        mask = None if frame_valid_mask is None else as_bool(frame_valid_mask, x.shape[0], frames).to(x.device)
+    seen = {
+        "B": x.shape[0], "dtype": x.dtype, "frame_valid_mask": described(mask, 1),
+        "chunk_frames": site.chunk_frames, "backend": site.backend, "attention": site.attention,
+    }  # fmt: skip
+    call = Call(type(site).__name__, {**(facts or {}), **seen}, frames)
     counts, _, call = parallel.agree(call, site.group, None, positions=True, check=False)
     assert counts is not None
     if 0 in counts:
         raise ValueError(f"every rank needs at least one frame, the ranks hold {counts}")
-    return Span(counts, sum(counts[:rank]), frames, site.chunk_frames, call=call.brief() if len(counts) > 1 else None)
+    rank, _ = parallel.rank_and_size(site.group)
+    brief = call.brief() if len(counts) > 1 else None
+    clip_mask = None if mask is None else parallel.gather_frames(mask, site.group, counts, brief)
+    return Span(counts, sum(counts[:rank]), frames, site.chunk_frames, call=brief, mask=mask, clip_mask=clip_mask)
 
 
-def check_positions(span: Span, known: int) -> None:
-    """ValueError, on all ranks alike, for a clip that goes on after the host's rotary table has ended."""
-    if sum(span.counts) > known:
+def as_bool(mask: Tensor, batch: int, frames: int) -> Tensor:
+    """A mask of frames in one of SANA-WM's shapes, (B, 1, T, 1, 1), (B, 1, T) or (B, T), as bool (B, T).
+
+    Anything but 0 and 1 is a ValueError: the scan selects frames, it does not weigh them. (That look costs a
+    synchronisation, which a bool mask does not.)
+    """
+    flat = mask[:, 0, :, 0, 0] if mask.dim() == 5 else mask[:, 0] if mask.dim() == 3 and mask.shape[1] == 1 else mask
+    if tuple(flat.shape) != (batch, frames):
         raise ValueError(
-            f"the clip has {sum(span.counts)} frames, but the host's rotary table knows the positions of {known}"
+            f"frame_valid_mask must be (B, 1, T, 1, 1), (B, 1, T) or (B, T) with B {batch} and T {frames}, got "
+            f"{tuple(mask.shape)}"
         )
+    if flat.dtype == torch.bool:
+        return flat
+    if not bool(((flat == 0) | (flat == 1)).all()):
+        raise ValueError("frame_valid_mask must be bool, or hold nothing but 0 and 1: a frame is there or it is not")
+    return flat != 0
 
 
-@dataclass(frozen=True)
-class Clip(Span):
-    """One call's clip as every site sees it.
+def call_block(model: Any, block: nn.Module, *arguments: Any) -> Any:
+    """`block(*arguments)`, under the model's gradient checkpointing where that is enabled."""
+    if torch.is_grad_enabled() and model.gradient_checkpointing:
+        return model._gradient_checkpointing_func(block, *arguments)
+    return block(*arguments)
 
-    Attributes:
-        cos, sin: the host's tables of the frames here, each (1, N_local, 1, D), every pair's value twice.
+
+# --- positions --------------------------------------------------------------------------------------------------
+
+
+def rotary_angles(
+    head_dim: int, first_frame: int, size: Sequence[int], device: torch.device, float32_frames: int | None = None
+) -> Tensor:
+    """The angles of diffusers' 3-D rotary embedding, (T·h·w, head_dim/2): 2⌊D/6⌋ channels for h, as many for w, the
+    rest for t, theta 10000. A formula and no table, so that a clip may be of any length.
+
+    Args:
+        first_frame: the clip's number of the first of these frames.
+        size: T, h, w.
+        float32_frames: of SANA-WM, whose table is made in float32: the length of that table. So are the angles then,
+            the same to the bit; those of later frames, for which float32 has too few digits, are made in float64 and
+            returned within one turn.
+
+    Returns:
+        float64, or float32 where `float32_frames` is given.
     """
+    frames, height, width = size
+    wide = torch.float32 if device.type == "mps" else torch.float64
 
-    cos: Tensor
-    sin: Tensor
+    def along(first: int, count: int, dim: int) -> Tensor:
+        position = torch.arange(first, first + count, device=device)[:, None]
 
-    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin as the host's own attention takes them."""
-        return self.cos.to(device), self.sin.to(device)
+        def angles(dtype: torch.dtype) -> Tensor:
+            frequencies = 1.0 / (10000.0 ** (torch.arange(0, dim, 2, dtype=dtype, device=device) / dim))
+            return position.to(dtype) * frequencies
 
-    def pairs(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin (N_local, D/2), each pair's value once, for `functional.rotary`."""
-        cos, sin = self.tables(device)
-        return cos[0, :, 0, 0::2], sin[0, :, 0, 1::2]
+        if float32_frames is None:
+            return angles(wide)
+        if first + count <= float32_frames:
+            return angles(torch.float32)
+        within_a_turn = angles(wide).remainder(2 * math.pi).float()
+        return torch.where(position < float32_frames, angles(torch.float32), within_a_turn)
+
+    side = 2 * (head_dim // 6)
+    t = repeat(along(first_frame, frames, head_dim - 2 * side), "t d -> (t h w) d", h=height, w=width)
+    y = repeat(along(0, height, side), "h d -> (t h w) d", t=frames, w=width)
+    x = repeat(along(0, width, side), "w d -> (t h w) d", t=frames, h=height)
+    return torch.cat([t, y, x], -1)
 
 
-class ClipRotary(Swapped):
-    """The host's rotary embedding from the shard's first frame on, with what else the blocks must know of the clip.
+def rotary_tables(head_dim: int, first_frame: int, size: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Wan's and SanaVideo's `rotary_emb` from a frame on: cos and sin, each (1, N, 1, D), float32, every pair's value
+    twice."""
+    angles = rotary_angles(head_dim, first_frame, size, device)
+    cos, sin = (repeat(t.float(), "n d -> 1 n 1 (d two)", two=2) for t in (angles.cos(), angles.sin()))
+    return cos, sin
 
-    Attributes:
-        facts: what else the ranks must have alike in the call that is under way, where the model said so.
-    """
 
-    facts: Mapping[str, object] = {}
+def pairs(rotary_emb: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """`rotary_emb` as `functional.rotary` takes it: cos and sin (N, D/2), each pair's value once."""
+    cos, sin = rotary_emb
+    return cos[0, :, 0, 0::2], sin[0, :, 0, 1::2]
 
-    def release(self) -> list[str]:
-        self.__dict__.pop("facts", None)
-        return super().release()
 
-    def forward(self, hidden_states: Tensor) -> Clip:
-        """(B, C, T_local, h, w) latents, whose shape alone is looked at. One tiny exchange under a group.
-
-        Raises ValueError, on all ranks alike, for ranks that disagree or have no frame, for a T that is no multiple of
-        the patches' length, and for a clip longer than the host's table.
-        """
-        with parallel.checked(self.group, due=True):
-            _, _, length, height, width = hidden_states.shape
-            patch = self.patch_size[0]
-            if length % patch:
-                raise ValueError(f"the latents' {length} frames are no multiple of the patch size {patch}")
-            facts: dict[str, object] = {"hidden_states": described(hidden_states, 2), "dtype": hidden_states.dtype}
-            facts |= self.facts
-        span = locate(self, length // patch, facts)
-        check_positions(span, self.max_seq_len)
-        start, frames = span.start, span.frames
-        tables = super().forward(hidden_states.new_empty(0, 0, (start + frames) * patch, height, width))
-        tokens = tables[0].shape[1] // (start + frames)
-        cos, sin = (table[:, start * tokens :] for table in tables)
-        return Clip(span.counts, start, frames, span.chunk_frames, cos, sin, call=span.call)
+# --- softmax attention ------------------------------------------------------------------------------------------
 
 
 def as_values(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from diffusers.models.modeling_utils import get_parameter_dtype
+from einops import rearrange, reduce
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
@@ -14,7 +15,7 @@ from .. import checks, functional, parallel
 from ..gdn import bidirectional_gdn
 from ..kernels.types import accumulation_dtype
 from . import SwapOptions, Swapped, refuse_hooks
-from .clip import Clip, as_values, facts_of
+from .clip import Span, as_values, facts_of, locate, pairs, rotary_tables
 from .configuration import ConfiguredModel, write
 
 #: What a frame forgets of the state at the start, 1 - g: so little that a clip's first and last frame weigh the same.
@@ -82,22 +83,22 @@ class GatedAttention(Swapped):
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k after norm, and v, each (B, N, H, D), as their modules leave them."""
         q, k, v = self.norm_q(self.to_q(x)), self.norm_k(self.to_k(x)), self.to_v(x)
-        q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in (q, k, v))
+        q, k, v = (rearrange(t, "b n (h d) -> b n h d", h=self.heads) for t in (q, k, v))
         return q, k, v
 
-    def gdn(self, x: Tensor, clip: Clip) -> Tensor:
+    def gdn(self, x: Tensor, rotary_emb: tuple[Tensor, Tensor], clip: Span) -> Tensor:
         """(B, N_local, C) after the host's modulation -> (B, N_local, C) before `to_out`."""
         q, k, v = self.project(x)
-        frames = x.unflatten(1, (clip.frames, -1))
-        key_scale = self.start_scale * (k.shape[-1] * frames.shape[2]) ** -0.5
+        key_scale = self.start_scale * (k.shape[-1] * (x.shape[1] // clip.frames)) ** -0.5
         q, k, v = as_values(F.relu(q), F.relu(k) * key_scale, v)
-        decay = functional.decay(self.gate_proj(frames.mean(2)), self.A_log, self.dt_bias)
+        gate = self.gate_proj(reduce(x, "b (t s) c -> b t c", "mean", t=clip.frames))
+        decay = functional.decay(gate, self.A_log, self.dt_bias)
         out, _ = bidirectional_gdn(
             q, k, v, self.beta_proj(x).sigmoid(), decay,
-            rotary=clip.pairs(x.device), chunk_frames=clip.chunk_frames,
+            rotary=pairs(rotary_emb), chunk_frames=clip.chunk_frames,
             group=self.group, frames_per_rank=clip.counts, backend=self.backend,
         )  # fmt: skip
-        return out.flatten(2)
+        return rearrange(out, "b n h d -> b n (h d)")
 
 
 class GatedModel(ConfiguredModel):
@@ -106,22 +107,28 @@ class GatedModel(ConfiguredModel):
     def enable_parallelism(self, **kwargs: Any) -> None:
         raise ValueError("a swapped model is sharded by frames: frame_gdn.parallelize(model, group)")
 
-    def tell_rope(self, hidden_states: Tensor, timestep: Tensor, arguments: Mapping[str, object]) -> None:
-        """Leave with `rope`, where the ranks of a group compare this call, what they must have alike in it.
+    def locate(
+        self, hidden_states: Tensor, timestep: Tensor, arguments: Mapping[str, object]
+    ) -> tuple[Span, tuple[int, ...], tuple[Tensor, Tensor]]:
+        """Where the call's frames are in the clip, its size (T_local, h, w) in patches, and `rotary_emb` of it.
 
-        Of `timestep`, which may have a rank's own frames or tokens, that is the number of dimensions. Raises
-        ValueError for what the host would stop at before it comes to `rope`.
+        One tiny exchange under a group. Of `timestep`, which may have a rank's own frames or tokens, ranks must have
+        the number of dimensions alike. Raises ValueError, on all ranks alike, for ranks that disagree or have no
+        frame, and for a T that is no multiple of the patches' length.
         """
-        if self.group is None:
-            return
         with parallel.checked(self.group, due=True):
             checks.tensor("hidden_states", hidden_states, ("B", "C", "T", "h", "w"))
-            self.rope.facts = facts_of(self, {}, {**arguments, "timestep dimensions": timestep.dim()})
-
-
-def told(model: nn.Module, replacement: type[Swapped]) -> list[tuple[nn.Module, type[Swapped]]]:
-    """The model as a site to swap, for its arguments to be compared between ranks, unless a hook holds its forward."""
-    return [] if "forward" in model.__dict__ else [(model, replacement)]
+            patch = self.config.patch_size
+            if hidden_states.shape[2] % patch[0]:
+                raise ValueError(
+                    f"the latents' {hidden_states.shape[2]} frames are no multiple of the patch size {patch[0]}"
+                )
+            size = tuple(n // p for n, p in zip(hidden_states.shape[2:], patch, strict=True))
+            said = {"hidden_states": hidden_states, **arguments, "timestep dimensions": timestep.dim()}
+            facts = facts_of(self, {"hidden_states": 2}, said)
+        clip = locate(self, hidden_states, size[0], facts)
+        head_dim = self.config.attention_head_dim
+        return clip, size, rotary_tables(head_dim, clip.start, size, hidden_states.device)
 
 
 def open_gates(

@@ -13,18 +13,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention as _Attention
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.modeling_utils import ModelMixin as ModelMixin  # a pipeline that loads looks for it here
 from diffusers.models.transformers import transformer_sana_video as host
+from diffusers.utils import apply_lora_scale
+from einops import einsum, rearrange
 from torch import Tensor, nn
 
 from .. import functional, parallel
 from ..kernels.types import accumulation_dtype
 from . import SwapOptions, Swapped, adopt
-from .clip import Clip, ClipRotary
+from .clip import Span, call_block, pairs
 from .configuration import present as present  # one of the host's three functions
 from .configuration import swapping_init
 from .feed_forward import Conv2d, Frames, free_convolutions
-from .gates import ENTRIES, GatedAttention, GatedModel, open_gates, told
+from .gates import ENTRIES, GatedAttention, GatedModel, open_gates
 
 #: What the key scale is multiplied by unless `swap` is told otherwise: benchmarks/results/sana_video_start.json.
 START_SCALE = 0.1
@@ -51,21 +54,17 @@ def replace(model: nn.Module, options: SwapOptions) -> None:
 def cover(model: nn.Module) -> None:
     """Make every site right over shards; a swapped model is already."""
     if not isinstance(model, SanaVideoTransformer3DModel):
-        adopt([*told(model, SanaVideoTransformer3DModel), *_sites(model)])
+        adopt([(model, SanaVideoTransformer3DModel), *_sites(model)])
 
 
 def _sites(model: Any) -> list[tuple[nn.Module, type[Swapped]]]:
-    sites: list[tuple[nn.Module, type[Swapped]]] = [(model.rope, WanRotaryPosEmbed)]
+    sites: list[tuple[nn.Module, type[Swapped]]] = []
     for block in model.transformer_blocks:
         sites += [(block, SanaVideoTransformerBlock), (block.attn1, Attention), (block.ff, GLUMBTempConv)]
         if isinstance(block.ff, host.GLUMBTempConv):
             ff = block.ff
             sites += free_convolutions([ff.conv_inverted, ff.conv_depth, ff.conv_point, ff.conv_temp])
     return sites
-
-
-class WanRotaryPosEmbed(ClipRotary, host.WanRotaryPosEmbed):
-    """Positions from the shard's first frame on, and the clip."""
 
 
 class Attention(GatedAttention, _Attention):
@@ -79,85 +78,77 @@ class Attention(GatedAttention, _Attention):
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         *,
-        rotary_emb: Clip,
+        rotary_emb: tuple[Tensor, Tensor],
+        clip: Span,
     ) -> Tensor:
         """(B, N_local, C) -> (B, N_local, C)"""
-        clip = rotary_emb
         if self.has_gates:
-            out = self.gdn(hidden_states, clip)
+            out = self.gdn(hidden_states, rotary_emb, clip)
         elif clip.is_plain:
-            return super().forward(hidden_states, rotary_emb=clip.tables(hidden_states.device))
+            return super().forward(hidden_states, rotary_emb=rotary_emb)
         else:
-            out = self._linear(hidden_states, clip)
+            out = self._linear(hidden_states, rotary_emb, clip)
         return self.to_out[1](self.to_out[0](out))
 
-    def _linear(self, x: Tensor, clip: Clip) -> Tensor:
+    def _linear(self, x: Tensor, rotary_emb: tuple[Tensor, Tensor], clip: Span) -> Tensor:
         q, k, v = self.project(x)
         q, k = F.relu(q), F.relu(k)
-        rotary = clip.pairs(x.device)
         wide = accumulation_dtype(v.dtype)
-        q_rot, k_rot = (functional.rotary(t, *rotary, backend=self.backend).to(wide) for t in (q, k))
+        q_rot, k_rot = (functional.rotary(t, *pairs(rotary_emb), backend=self.backend).to(wide) for t in (q, k))
         q, k = q.to(wide), k.to(wide)
         with torch.autocast(x.device.type, enabled=False):  # sums over the whole clip stay wide
-            own = torch.einsum("bnhd,bnhe->bhde", v.to(wide), k_rot), k.sum(1).unsqueeze(2)
+            own = einsum(v.to(wide), k_rot, "b n h d, b n h e -> b h d e"), k.sum(1).unsqueeze(2)
             own_sums, one_each = torch.cat(own, 2)[:, None], [1] * len(clip.counts)
             sums = parallel.gather_frames(own_sums, self.group, one_each, clip.call).sum(1)
-            out = torch.einsum("bhde,bnhe->bnhd", sums[:, :, :-1], q_rot)
-            out = out / (torch.einsum("bhe,bnhe->bnh", sums[:, :, -1], q) + 1e-15).unsqueeze(-1)
-        return out.to(x.dtype).flatten(2)
+            out = einsum(sums[:, :, :-1], q_rot, "b h d e, b n h e -> b n h d")
+            denominator = einsum(sums[:, :, -1], q, "b h e, b n h e -> b n h")
+            out = out / (denominator + 1e-15).unsqueeze(-1)
+        return rearrange(out.to(x.dtype), "b n h d -> b n (h d)")
 
 
 class GLUMBTempConv(Swapped, host.GLUMBTempConv):
     """The feed-forward; its temporal convolution sees the neighbouring shards' frames and no frame past its chunk.
 
     On Triton, what lies between its matrix products is one kernel.
-
-    Attributes:
-        counts: every rank's number of frames, as the block said before the call.
     """
 
-    added = ("counts",)
-    counts: list[int]
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, clip: Span) -> Tensor:
         """(B, T_local, h, w, C) -> the same shape"""
         fused = self._can_fuse(hidden_states)
-        if self.chunk_frames is None and len(self.counts) == 1 and not fused:
+        if clip.is_plain and not fused:
             return super().forward(hidden_states)
-        images = hidden_states.flatten(0, 1).permute(0, 3, 1, 2)
+        images = rearrange(hidden_states, "b t h w c -> (b t) c h w")
         if fused:
             product = self.conv_depth(self.conv_inverted(images), glu_of="silu")
         else:
             value, gate = self.conv_depth(self.nonlinearity(self.conv_inverted(images))).chunk(2, 1)
             product = value * self.nonlinearity(gate)
-        x = self.conv_point(product).flatten(2).unflatten(0, hidden_states.shape[:2])  # (B, T_local, C, S)
+        x = rearrange(self.conv_point(product), "(b t) c h w -> b t (h w) c", t=clip.frames)
         past = future = None
-        if len(self.counts) > 1:
-            past, future = parallel.halo(x.transpose(2, 3), 1, 1, self.group, self.counts)
+        if len(clip.counts) > 1:
+            past, future = parallel.halo(x, 1, 1, self.group, clip.counts, clip.call)
         if type(self.conv_temp) is Conv2d:
-            rank, _ = parallel.rank_and_size(self.group)
-            frames = Frames(past, future, self.chunk_frames, sum(self.counts[:rank]))
-            x = self.conv_temp(x.transpose(1, 2), frames=frames).transpose(1, 2)
+            frames = Frames(past, future, clip.chunk_frames, clip.start)
+            x = self.conv_temp(rearrange(x, "b t s c -> b c t s"), frames=frames)
+            x = rearrange(x, "b c t s -> b t s c")
         else:
-            x = x + self._temporal(x, past, future)
-        return x.transpose(2, 3).reshape(hidden_states.shape)
+            x = x + self._temporal(x, past, future, clip)
+        return x.reshape(hidden_states.shape)
 
     def _can_fuse(self, x: Tensor) -> bool:
         """Whether the activation is that of the kernel, and nothing stands around the depthwise convolution."""
         is_free = type(self.conv_depth) is Conv2d
         return is_free and isinstance(self.nonlinearity, nn.SiLU) and functional.fused(x, self.backend)
 
-    def _temporal(self, x: Tensor, past: Tensor | None, future: Tensor | None) -> Tensor:
+    def _temporal(self, x: Tensor, past: Tensor | None, future: Tensor | None, clip: Span) -> Tensor:
         """`conv_temp`, width 3, where an adapter wraps it, over each chunk between the frames that it may see.
 
-        x (B, T_local, C, S), past and future (B, 1, S, C) or None for zeros -> like x.
+        x (B, T_local, S, C), past and future (B, 1, S, C) or None for zeros -> like x.
         """
-        rank, _ = parallel.rank_and_size(self.group)
-        start, frames = sum(self.counts[:rank]), x.shape[1]
-        stop, total = start + frames, sum(self.counts)
-        before, after = (x.new_zeros(x[:, :1].shape) if t is None else t.transpose(2, 3) for t in (past, future))
-        around = torch.cat([before, x, after], 1).transpose(1, 2)  # (B, C, T_local + 2, S); frame t at t - start + 1
-        size = self.chunk_frames or total
+        start, stop, total = clip.start, clip.start + clip.frames, sum(clip.counts)
+        before, after = (x.new_zeros(x[:, :1].shape) if t is None else t for t in (past, future))
+        around = rearrange(torch.cat([before, x, after], 1), "b t s c -> b c t s")  # frame t is at t - start + 1
+        size = clip.chunk_frames or total
         ends = [end for end in range(start + 1, stop + 1) if end % size == 0 or end == stop]
         out, first = [], start
         for end in ends:
@@ -165,38 +156,37 @@ class GLUMBTempConv(Swapped, host.GLUMBTempConv):
             window = around[:, :, first - start : end - start + 1 + sees_next]
             out.append(self.conv_temp(window)[:, :, 1 : end - first + 1])
             first = end
-        return torch.cat(out, 2).transpose(1, 2)
+        return rearrange(torch.cat(out, 2), "b c t s -> b t s c")
 
 
 class SanaVideoTransformerBlock(Swapped, host.SanaVideoTransformerBlock):
-    """The host's block, which tells its feed-forward where the frames are."""
+    """The host's block, which tells its attention and its feed-forward where the frames are."""
 
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
-        timestep: Tensor | None = None,
-        frames: int | None = None,
-        height: int | None = None,
-        width: int | None = None,
-        rotary_emb: Clip | None = None,
+        attention_mask: Tensor | None,
+        encoder_hidden_states: Tensor,
+        encoder_attention_mask: Tensor | None,
+        timestep: Tensor,
+        frames: int,
+        height: int,
+        width: int,
+        rotary_emb: tuple[Tensor, Tensor],
+        clip: Span,
     ) -> Tensor:
         """As in the host."""
-        assert rotary_emb is not None
-        self.ff.counts = rotary_emb.counts
-        return super().forward(
-            hidden_states,
-            attention_mask,
-            encoder_hidden_states,
-            encoder_attention_mask,
-            timestep,
-            frames,
-            height,
-            width,
-            rotary_emb,
-        )
+        modulation = self.scale_shift_table[None, None] + timestep.unflatten(-1, (6, -1))
+        shift, scale, gate, ff_shift, ff_scale, ff_gate = modulation.unbind(2)
+
+        x = hidden_states
+        h = (self.norm1(x) * (1 + scale) + shift).to(x.dtype)
+        x = x + gate * self.attn1(h, rotary_emb=rotary_emb, clip=clip)
+        if self.attn2 is not None:
+            x = self.attn2(x, encoder_hidden_states=encoder_hidden_states, attention_mask=encoder_attention_mask) + x
+        h = self.norm2(x) * (1 + ff_scale) + ff_shift
+        h = self.ff(h.unflatten(1, (frames, height, width)), clip=clip)
+        return x + ff_gate * h.flatten(1, 3)
 
 
 class SanaVideoTransformer3DModel(GatedModel, host.SanaVideoTransformer3DModel):
@@ -214,6 +204,7 @@ class SanaVideoTransformer3DModel(GatedModel, host.SanaVideoTransformer3DModel):
 
     __init__ = swapping_init(host.SanaVideoTransformer3DModel.__init__, replace, *ENTRIES)
 
+    @apply_lora_scale("attention_kwargs")
     def forward(
         self,
         hidden_states: Tensor,
@@ -231,15 +222,31 @@ class SanaVideoTransformer3DModel(GatedModel, host.SanaVideoTransformer3DModel):
             "encoder_hidden_states": encoder_hidden_states, "encoder_attention_mask": encoder_attention_mask,
             "guidance": guidance, "controlnet_block_samples": controlnet_block_samples,
         }  # fmt: skip
-        self.tell_rope(hidden_states, timestep, others)
-        return super().forward(
-            hidden_states,
-            encoder_hidden_states,
-            timestep,
-            guidance=guidance,
-            encoder_attention_mask=encoder_attention_mask,
-            attention_mask=attention_mask,
-            attention_kwargs=attention_kwargs,
-            controlnet_block_samples=controlnet_block_samples,
-            return_dict=return_dict,
+        clip, size, rotary_emb = self.locate(hidden_states, timestep, others)
+        attention_mask, encoder_attention_mask = (
+            (1 - mask.to(hidden_states.dtype))[:, None] * -10000.0 if mask is not None and mask.dim() == 2 else mask
+            for mask in (attention_mask, encoder_attention_mask)
+        )  # 1 or 0 a token as a bias
+        batch = len(hidden_states)
+        x = rearrange(self.patch_embedding(hidden_states), "b c t h w -> b (t h w) c")
+
+        levels = {"batch_size": batch} if guidance is None else {"guidance": guidance}
+        modulation, embedded = self.time_embed(timestep.flatten(), **levels, hidden_dtype=x.dtype)
+        modulation, embedded = (rearrange(t, "(b n) c -> b n c", b=batch) for t in (modulation, embedded))
+        text = self.caption_projection(encoder_hidden_states)
+        text = self.caption_norm(text.view(batch, -1, x.shape[-1]))
+
+        residuals = () if controlnet_block_samples is None else controlnet_block_samples
+        for index, block in enumerate(self.transformer_blocks):
+            x = call_block(
+                self, block, x, attention_mask, text, encoder_attention_mask, modulation, *size, rotary_emb, clip
+            )
+            if 0 < index <= len(residuals):
+                x = x + residuals[index - 1]
+
+        x = self.proj_out(self.norm_out(x, embedded, self.scale_shift_table))
+        (frames, height, width), (p, q, r) = size, self.config.patch_size
+        sample = rearrange(
+            x, "b (t h w) (p q r c) -> b c (t p) (h q) (w r)", t=frames, h=height, w=width, p=p, q=q, r=r
         )
+        return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)

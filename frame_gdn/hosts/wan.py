@@ -12,17 +12,22 @@ from .. import needs_diffusers as needs_diffusers  # isort: skip
 
 from typing import Any
 
+import torch
+from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.modeling_utils import ModelMixin as ModelMixin  # a pipeline that loads looks for it here
 from diffusers.models.transformers import transformer_wan as host
+from diffusers.utils import apply_lora_scale
+from einops import rearrange
 from torch import Tensor, nn
 
 from .. import functional
 from ..kernels import flash4
 from . import SwapOptions, Swapped, adopt
-from .clip import Clip, ClipRotary, as_values, attend, diffusers_chose
+from .clip import Span, as_values, attend, call_block, diffusers_chose, pairs
 from .configuration import present as present  # one of the host's three functions
 from .configuration import swapping_init
-from .gates import ENTRIES, GatedAttention, GatedModel, open_gates, told
+from .gates import ENTRIES, GatedAttention, GatedModel, open_gates
 
 START_SCALE = 1.0
 
@@ -46,15 +51,14 @@ def replace(model: nn.Module, options: SwapOptions) -> None:
 def cover(model: nn.Module) -> None:
     """Make every site right over shards; a swapped model is already."""
     if not isinstance(model, WanTransformer3DModel):
-        adopt([*told(model, WanTransformer3DModel), *_sites(model)])
+        adopt([(model, WanTransformer3DModel), *_sites(model)])
 
 
 def _sites(model: Any) -> list[tuple[nn.Module, type[Swapped]]]:
-    return [(model.rope, WanRotaryPosEmbed), *((block.attn1, WanAttention) for block in model.blocks)]
-
-
-class WanRotaryPosEmbed(ClipRotary, host.WanRotaryPosEmbed):
-    """Positions from the shard's first frame on, and the clip."""
+    sites: list[tuple[nn.Module, type[Swapped]]] = []
+    for block in model.blocks:
+        sites += [(block, WanTransformerBlock), (block.attn1, WanAttention)]
+    return sites
 
 
 class WanAttention(GatedAttention, host.WanAttention):
@@ -68,19 +72,20 @@ class WanAttention(GatedAttention, host.WanAttention):
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         rotary_emb: Any = None,
+        *,
+        clip: Span,
     ) -> Tensor:
         """(B, N_local, C) -> (B, N_local, C)"""
-        clip: Clip = rotary_emb
         if self.has_gates:
-            out = self.gdn(hidden_states, clip)
+            out = self.gdn(hidden_states, rotary_emb, clip)
         elif clip.is_plain and not self._takes_flash4(hidden_states):
-            return super().forward(hidden_states, None, None, clip.tables(hidden_states.device))
+            return super().forward(hidden_states, None, None, rotary_emb)
         else:
             q, k, v = as_values(*self.project(hidden_states))
-            rotary = clip.pairs(hidden_states.device)
-            q, k = (functional.rotary(t, *rotary, backend=self.backend) for t in (q, k))
+            q, k = (functional.rotary(t, *pairs(rotary_emb), backend=self.backend) for t in (q, k))
             backend = self.processor._attention_backend
-            out = attend(q, k, v, clip, self.group, attention=self.attention, backend=backend).flatten(2)
+            out = attend(q, k, v, clip, self.group, attention=self.attention, backend=backend)
+            out = rearrange(out, "b n h d -> b n (h d)")
         return self.to_out[1](self.to_out[0](out))
 
     def _takes_flash4(self, x: Tensor) -> bool:
@@ -89,6 +94,41 @@ class WanAttention(GatedAttention, host.WanAttention):
             head_dim = self.inner_dim // self.heads
             return not diffusers_chose(self.processor._attention_backend) and flash4.refusal(x, head_dim) is None
         return self.attention == "flash4"
+
+
+class WanTransformerBlock(Swapped, host.WanTransformerBlock):
+    """The host's block, which tells its attention where the frames are."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        rotary_emb: tuple[Tensor, Tensor],
+        clip: Span,
+    ) -> Tensor:
+        """As in the host."""
+        table = self.scale_shift_table
+        if temb.dim() == 4:  # (B, N, 6, C), a time a token, else (B, 6, C)
+            modulation = (table.unsqueeze(0) + temb.float()).unbind(2)
+        else:
+            modulation = (table + temb.float()).chunk(6, 1)
+        shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = modulation
+
+        x = hidden_states
+        h = (self.norm1(x.float()) * (1 + scale) + shift).type_as(x)
+        h = self.attn1(h, rotary_emb=rotary_emb, clip=clip)
+        x = (x.float() + h * gate).type_as(x)
+
+        h = self.norm2(x.float()).type_as(x)
+        x = x + self.attn2(h, encoder_hidden_states, None, None)
+
+        h = (self.norm3(x.float()) * (1 + ffn_scale) + ffn_shift).type_as(x)
+        return (x.float() + self.ffn(h).float() * ffn_gate).type_as(x)
+
+
+# As the host's block is: `enable_cache` looks a block up by its class.
+TransformerBlockRegistry.register(WanTransformerBlock, TransformerBlockMetadata(return_hidden_states_index=0))
 
 
 class WanTransformer3DModel(GatedModel, host.WanTransformer3DModel):
@@ -105,6 +145,7 @@ class WanTransformer3DModel(GatedModel, host.WanTransformer3DModel):
 
     __init__ = swapping_init(host.WanTransformer3DModel.__init__, replace, *ENTRIES)
 
+    @apply_lora_scale("attention_kwargs")
     def forward(
         self,
         hidden_states: Tensor,
@@ -119,12 +160,30 @@ class WanTransformer3DModel(GatedModel, host.WanTransformer3DModel):
             "encoder_hidden_states": encoder_hidden_states,
             "encoder_hidden_states_image": encoder_hidden_states_image,
         }
-        self.tell_rope(hidden_states, timestep, others)
-        return super().forward(
-            hidden_states,
-            timestep,
+        clip, (frames, height, width), rotary_emb = self.locate(hidden_states, timestep, others)
+        x = rearrange(self.patch_embedding(hidden_states), "b c t h w -> b (t h w) c").contiguous()
+
+        # Noise levels and text: a time a sample (B,), or one a token (B, N)
+        embedded, modulation, text, image = self.condition_embedder(
+            timestep.flatten(),
             encoder_hidden_states,
             encoder_hidden_states_image,
-            return_dict=return_dict,
-            attention_kwargs=attention_kwargs,
+            timestep_seq_len=timestep.shape[1] if timestep.dim() == 2 else None,
         )
+        modulation = modulation.unflatten(-1, (6, -1))
+        if image is not None:
+            text = torch.cat([image, text], 1)
+
+        for block in self.blocks:
+            x = call_block(self, block, x, text, modulation, rotary_emb, clip)
+
+        table = self.scale_shift_table.to(embedded.device)  # (1, 2, C)
+        shift, scale = (table + embedded.unsqueeze(-2)).to(x.device).chunk(2, -2)  # (B, 1, C) or (B, N, 1, C) each
+        if embedded.dim() == 3:
+            shift, scale = shift.squeeze(2), scale.squeeze(2)
+        x = self.proj_out((self.norm_out(x.float()) * (1 + scale) + shift).type_as(x))
+        p, q, r = self.config.patch_size
+        sample = rearrange(
+            x, "b (t h w) (p q r c) -> b c (t p) (h q) (w r)", t=frames, h=height, w=width, p=p, q=q, r=r
+        )
+        return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)

@@ -81,9 +81,6 @@ def refused_by(host: str, rank: int) -> list[str]:
             model(**{**inputs, "hidden_states": inputs["hidden_states"][..., : 6 - 2 * rank]})
         with pytest.raises(ValueError, match="hidden_states must be"):
             model(**{**inputs, "hidden_states": inputs["hidden_states"][(0,) * rank]})
-        long = frames_of(tiny_inputs(33), slice(31 * rank, 31 + 2 * rank))  # the table has 32 positions
-        with pytest.raises(ValueError, match="the clip has 33 frames"):
-            model(**long)
     model = swap(tiny_model(host), group=dist.group.WORLD)
     assert blocks_of(model, host)[0].attn1.group is dist.group.WORLD
     for frames in (slice(0, 2 - 2 * rank), slice(0, 2)):

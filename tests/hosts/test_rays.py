@@ -15,7 +15,7 @@ from diffusers.models.transformers.transformer_sana_wm import (
     _downscale_to_reference_rms,
 )
 
-from frame_gdn.hosts.rays import into_rays, out_of_rays
+from frame_gdn.hosts.sana_wm.rays import into_rays, out_of_rays
 
 Rays = tuple[Tensor, Tensor, Tensor, Tensor | None]
 

@@ -15,7 +15,8 @@ pytest.importorskip("diffusers", minversion="0.42")
 
 from diffusers.models.transformers import transformer_sana_wm as host
 
-from frame_gdn.hosts import adopt, feed_forward, sana_ffn, sana_wm
+from frame_gdn.hosts import adopt, feed_forward, sana_wm
+from frame_gdn.hosts.sana_wm import feed_forward as sana_ffn
 from tests.hosts.sana_wm import output_and_gradients, tiny_inputs, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -236,7 +237,7 @@ def test_unswap_gives_the_convolutions_back() -> None:
     swap(model)
     mlp = model.blocks[0].mlp
     assert [type(m.conv) for m in (mlp.inverted_conv, mlp.depth_conv, mlp.point_conv)] == 3 * [feed_forward.Conv2d]
-    assert type(mlp.t_conv) is nn.Conv2d and type(mlp.point_conv) is sana_wm.REPLACEMENTS["SanaWMConvLayer"]
+    assert type(mlp.t_conv) is nn.Conv2d and type(mlp.point_conv) is sana_wm.SanaWMConvLayer
     assert [type(m) for m in unswap(model).modules()] == kinds
 
 

@@ -15,6 +15,7 @@ from transformers import Gemma2Config, Gemma2Model, PreTrainedTokenizerFast
 from benchmarks import sana_video_start
 from frame_gdn import swap
 from frame_gdn.hosts import adopt, sana_video
+from frame_gdn.hosts.clip import Span
 from frame_gdn.hosts.feed_forward import free_convolutions
 from tests.helpers import fill_randomly, relative_error
 from tests.hosts.warm_start import TINY, tiny_inputs, tiny_model
@@ -149,7 +150,7 @@ def feed_forward(backend: str | None, chunk_frames: int | None = None, dtype: to
     ff = fill_randomly(host.GLUMBTempConv(C, C, 1.5, residual_connection=False)).to(DEVICE, dtype)
     if backend is not None:
         free = free_convolutions([ff.conv_inverted, ff.conv_depth, ff.conv_point, ff.conv_temp])
-        adopt([(ff, sana_video.GLUMBTempConv), *free], backend=backend, chunk_frames=chunk_frames, counts=[CLIP[1]])
+        adopt([(ff, sana_video.GLUMBTempConv), *free], backend=backend, chunk_frames=chunk_frames)
     return ff
 
 
@@ -157,7 +158,9 @@ def of_feed_forward(ff: Any) -> dict[str, Tensor]:
     """Output and every gradient by name."""
     generator = torch.Generator().manual_seed(1)
     x, direction = (torch.randn(*CLIP, C, generator=generator).to(next(ff.parameters())) for _ in range(2))
-    out = ff(x.requires_grad_())
+    x.requires_grad_()
+    swapped = isinstance(ff, sana_video.GLUMBTempConv)
+    out = ff(x, Span([CLIP[1]], 0, CLIP[1], ff.chunk_frames)) if swapped else ff(x)
     (out * direction).sum().backward()
     return {"out": out.detach(), "x": x.grad, **{name: p.grad for name, p in ff.named_parameters()}}
 

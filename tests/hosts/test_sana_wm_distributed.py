@@ -107,11 +107,6 @@ def rank_of_mistakes(rank: int, size: int) -> list[str]:
     with pytest.raises(ValueError) as raised:
         model(**mine)
     messages.append(str(raised.value))
-    model = swap(tiny_model(num_layers=1), group=dist.new_group())
-    model.rope.max_seq_len = 3  # only the last rank's frames are beyond the table
-    with pytest.raises(ValueError) as raised:
-        model(**mine)
-    messages.append(str(raised.value))
     return messages
 
 
@@ -124,7 +119,6 @@ def test_mistakes_are_errors_on_every_rank() -> None:
     assert "rank 1 of the group refused its input, rank 0 stops with it" in first[5]
     assert first[6] == second[6] and "disagree on pos_embeds: rank 0 has None, rank 1 has" in first[6]
     assert first[7] == second[7] and "disagree on chunk_frames: rank 0 has 2, rank 1 has 3" in first[7]
-    assert first[8] == second[8] and "the clip has 4 frames" in first[8]
 
 
 def rank_under_diffusers_plan(rank: int, size: int) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from diffusers import FirstBlockCacheConfig
 
 from frame_gdn import swap
 from frame_gdn.hosts import wan
@@ -38,6 +39,18 @@ def test_a_time_a_token_as_in_wan_2_2() -> None:
     per_token = {**inputs, "timestep": inputs["timestep"][:, None].expand(2, 5 * 6)}
     with torch.no_grad():
         assert relative_error(model(**per_token).sample, model(**inputs).sample) < 1e-5
+
+
+def test_a_cache_of_blocks_knows_the_swapped_block() -> None:
+    model, inputs = fill_randomly(swap(tiny_model("wan"), blocks=[0, 2]), 1), tiny_inputs()
+    with torch.no_grad():
+        expected, calls = model(**inputs).sample, []
+        model.enable_cache(FirstBlockCacheConfig(threshold=0.05))
+        model.blocks[1].ffn.register_forward_hook(lambda *_: calls.append(1))
+        with model.cache_context("cond"):
+            for _ in range(2):
+                assert relative_error(model(**inputs).sample, expected) < 1e-5
+        assert len(calls) == 1
 
 
 def test_fused_projections_of_softmax_blocks_keep_working() -> None:

@@ -195,8 +195,8 @@ def _turn_backward_kernel(
 
 @operator("turn")
 def turn(x: Tensor, matrix: Tensor, table: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-    """`hosts.rays.turn`: x (B, N, H, D), matrix (B, N, 4, 4) and table (1 or B, N, D/4, 2), both float32 -> out
-    (B, N, H, D) contiguous and inflation (B, N, H) float32, empty where `inverse`."""
+    """`hosts.sana_wm.rays.turn`: x (B, N, H, D), matrix (B, N, 4, 4) and table (1 or B, N, D/4, 2), both float32 ->
+    out (B, N, H, D) contiguous and inflation (B, N, H) float32, empty where `inverse`."""
     B, N, H, _ = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     inflation = matrix.new_empty((B, N, H) if not inverse else (0,))

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import functional
-from ..kernels import plain
-from ..kernels.backends import pick_backend
-from ..kernels.types import accumulation_dtype
+from ... import functional
+from ...kernels import plain
+from ...kernels.backends import pick_backend
+from ...kernels.types import accumulation_dtype
 
 
 def into_rays(qkv: Sequence[Tensor], rays: Sequence[Any], backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -53,7 +53,7 @@ def turn(
         turns = torch.view_as_real(table).reshape(math.prod(table.shape[:-2]), N, D // 4, 2).to(wide)
     if matrix.requires_grad or pick_backend(backend, x) is plain:
         return _turn(x, matrix, turns, inverse)
-    from ..kernels.triton import ucpe  # here, since it imports triton
+    from ...kernels.triton import ucpe  # here, since it imports triton
 
     turned: tuple[Tensor, Tensor] = ucpe.turn(x, matrix, turns, inverse)
     return turned

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from diffusers.models.transformers import transformer_sana_wm as host
 from torch import Tensor, nn
 
-from .. import functional, parallel
-from . import Swapped
-from .feed_forward import Conv2d, free_convolutions
-from .sana_clip import Clip, clip_of
+from ... import functional, parallel
+from .. import Swapped
+from ..clip import Span, locate
+from ..feed_forward import Conv2d, free_convolutions
 
 
 class SanaWMConvLayer(Swapped, host.SanaWMConvLayer):
@@ -37,10 +37,10 @@ class GLUMBConvTemp(Swapped, host.GLUMBConvTemp):
     On Triton, what lies between its matrix products is one kernel.
     """
 
-    def forward(self, hidden_states: Tensor, HW: tuple[int, int, int], clip: Clip | None = None) -> Tensor:
+    def forward(self, hidden_states: Tensor, HW: tuple[int, int, int], clip: Span | None = None) -> Tensor:
         """(B, N, C) -> (B, N, C)"""
         frames, height, width = HW
-        clip = clip or clip_of(self, hidden_states, frames, None)
+        clip = clip or locate(self, hidden_states, frames)
         images = hidden_states.reshape(-1, height, width, hidden_states.shape[-1]).permute(0, 3, 1, 2)
         fused = self._can_fuse(images)
         parts = [self._spatial(some, fused) for some in images.split(self._images_at_once(images, fused))]
@@ -77,7 +77,7 @@ class GLUMBConvTemp(Swapped, host.GLUMBConvTemp):
         out: Tensor = self.point_conv(product)
         return out
 
-    def _temporal(self, x: Tensor, clip: Clip) -> Tensor:
+    def _temporal(self, x: Tensor, clip: Span) -> Tensor:
         """`t_conv` of x (B, C, T, S), whose own padding is the zeros beyond the clip or the chunk."""
         reach = self.t_conv.kernel_size[0] // 2
         if clip.is_plain:

@@ -1,0 +1,165 @@
+"""SANA-WM's two attentions, frame-wise GDN and softmax, each a main branch and a camera branch.
+
+Source of the formulas: `transformer_sana_wm.py` of diffusers 0.42, after NVlabs/Sana.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers.models.transformers import transformer_sana_wm as host
+from einops import rearrange, reduce
+from torch import Tensor, nn
+
+from ... import functional
+from ...gdn import bidirectional_gdn
+from .. import Swapped, sana_wm
+from ..clip import Span, as_values, attend, locate
+from .modules import RMSNorm
+from .rays import into_rays, out_of_rays
+
+
+class _Attention(Swapped):
+    """What the two attentions of the host share: projections, main and camera branch, output gate."""
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        HW: tuple[int, int, int] | None = None,
+        rotary_emb: Tensor | None = None,
+        block_mask: Tensor | None = None,
+        camera_conditions: Tensor | None = None,
+        chunk_size: int | None = None,
+        *,
+        frame_valid_mask: Tensor | None = None,
+        ucpe_ray_transforms: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None,
+        clip: Span | None = None,
+    ) -> Tensor:
+        """(B, N, C) -> (B, N, C); arguments as in the host, and `clip`, which tells what `frame_valid_mask` does."""
+        if HW is None:
+            raise ValueError("HW (T, H, W) must be provided")
+        if clip is None:
+            clip = locate(self, x, HW[0], frame_valid_mask=frame_valid_mask)
+        seen = clip.select(x)
+        gates = self._gates(x, clip)
+        out = self._main(self._qkv(self.qkv(seen).chunk(3, -1), "", clip), gates, rotary_emb, clip)
+        if camera_conditions is not None:
+            rays = ucpe_ray_transforms
+            if rays is None:
+                rays = host._prepare_ucpe_ray_transforms(
+                    self.cam_head_dim, camera_conditions, HW, self.patch_size, rotary_emb
+                )
+            projected = self.q_proj_cam(seen), self.k_proj_cam(seen), self.v_proj_cam(seen)
+            cam = self._camera(self._qkv(projected, "_cam", clip), gates, rays, clip)
+            out = out + self.out_proj_cam(cam.flatten(2)).view(out.shape)
+        out = out.flatten(2)
+        if self.output_gate is not None:
+            out = functional.silu_gate(out, self.output_gate(x), x.dtype, self.backend)
+        projection: Tensor = self.proj(out.to(x.dtype))
+        return projection
+
+    def _qkv(self, projected: Sequence[Tensor], branch: str, clip: Span) -> list[Tensor]:
+        """Queries, keys and values (B, N, H, D) of a branch, "" or "_cam": convolution, norm, feature map."""
+        result = []
+        for name, t in zip("qkv", projected, strict=True):
+            t = clip.select(t)
+            convolution = getattr(self, f"conv_{name}{branch}", None)
+            if convolution is not None:
+                t = convolution(t, clip.frames, clip)
+            if name != "v":
+                scale = (t.shape[-1] // self.heads * (t.shape[1] // clip.frames)) ** -0.5 if name == "k" else 1.0
+                t = self._features(t, getattr(self, f"{name}_norm{branch}"), scale)
+            result.append(rearrange(t, "b n (h d) -> b n h d", h=self.heads))
+        return result
+
+    def _gates(self, x: Tensor, clip: Span) -> Any:
+        return None
+
+    def _features(self, x: Tensor, norm: nn.Module, scale: float) -> Tensor:
+        """Normed queries or keys (B, N, C); a feature map takes the scale of keys, 1/√(D·S), with it."""
+        out: Tensor = norm(x)
+        return out
+
+    def _main(self, qkv: Sequence[Tensor], gates: Any, rotary_emb: Tensor | None, clip: Span) -> Tensor:
+        raise NotImplementedError
+
+    def _camera(self, qkv: Sequence[Tensor], gates: Any, rays: Sequence[Any], clip: Span) -> Tensor:
+        raise NotImplementedError
+
+
+class BidirectionalGDNUCPESinglePathLiteLA(_Attention, host.BidirectionalGDNUCPESinglePathLiteLA):
+    """GDN of the main branch and, numerator only, of the camera branch, each as one `bidirectional_gdn`."""
+
+    def _gates(self, x: Tensor, clip: Span) -> tuple[Tensor, Tensor]:
+        """beta (B, N, H) and decay (B, T, H)"""
+        gate = self.gate_proj(reduce(x, "b (t s) c -> b t c", "mean", t=clip.frames))
+        return self.beta_proj(x).sigmoid(), functional.decay(gate, self.A_log, self.dt_bias)
+
+    def _features(self, x: Tensor, norm: nn.Module, scale: float) -> Tensor:
+        out: Tensor
+        if isinstance(norm, RMSNorm) and type(self.kernel_func) is nn.ReLU:
+            out = norm(x, relu=True, scale=scale)
+        else:
+            out = self.kernel_func(norm(x)) * scale
+        return out
+
+    def _main(self, qkv: Sequence[Tensor], gates: Any, rotary_emb: Tensor | None, clip: Span) -> Tensor:
+        q, k, v = as_values(*qkv)
+        rotation: dict[str, Any] = {}
+        if rotary_emb is not None and rotary_emb.numel() == rotary_emb.shape[-1] * q.shape[1]:
+            table = rotary_emb.reshape(q.shape[1], -1)
+            rotation = {"rotary": (table.real.contiguous(), table.imag.contiguous())}
+        elif rotary_emb is not None:  # the caller's own tables, one a sample
+            rotation = {name: rotate(t, rotary_emb, self.backend) for name, t in (("q_rot", q), ("k_rot", k))}
+        out, _ = bidirectional_gdn(
+            q, k, v, *gates, **rotation,
+            mask=clip.mask, chunk_frames=clip.chunk_frames, eps=self.attn.eps,
+            group=self.group, frames_per_rank=clip.counts, backend=self.backend,
+        )  # fmt: skip
+        return out
+
+    def _camera(self, qkv: Sequence[Tensor], gates: Any, rays: Sequence[Any], clip: Span) -> Tensor:
+        beta, decay = gates
+        q_ray, k_ray, v_ray, inflation = into_rays(as_values(*qkv), rays, self.backend)
+        inflation = reduce(inflation, "b (t s) h -> b t 1 h", "mean", t=clip.frames)
+        beta = rearrange(beta, "b (t s) h -> b t s h", t=clip.frames) / inflation.clamp_min(1.0)
+        beta = rearrange(beta, "b t s h -> b (t s) h")
+        out, _ = bidirectional_gdn(
+            q_ray, k_ray, v_ray, beta, decay,
+            mask=clip.mask, chunk_frames=clip.chunk_frames, normalize=False,
+            group=self.group, frames_per_rank=clip.counts, backend=self.backend,
+        )  # fmt: skip
+        return out_of_rays(out, rays, self.backend)
+
+
+class _SoftmaxUCPESinglePathLiteLA(_Attention, host._SoftmaxUCPESinglePathLiteLA):
+    """The softmax block's two attentions through diffusers' dispatcher, so that `set_attention_backend` reaches them.
+
+    The arithmetic is the host's: bfloat16 where it casts; padded keys of the main branch count as zeros, those of the
+    camera branch do not count; the camera's scale is that of the head dimension it pads to.
+    """
+
+    def _main(self, qkv: Sequence[Tensor], gates: Any, rotary_emb: Tensor | None, clip: Span) -> Tensor:
+        q, k, v = qkv
+        if rotary_emb is not None:
+            q, k = (rotate(t, rotary_emb, self.backend) for t in (q, k))
+        dtype = sana_wm.HALF if q.dtype == torch.float32 else v.dtype
+        q, k, v = (clip.select(t.flatten(2)).view(t.shape).to(dtype) for t in (q, k, v))
+        return attend(q, k, v, clip, self.group, attention=self.attention).to(qkv[2].dtype)
+
+    def _camera(self, qkv: Sequence[Tensor], gates: Any, rays: Sequence[Any], clip: Span) -> Tensor:
+        turned = into_rays(qkv, rays, self.backend)[:3]
+        q, k, v = (clip.select(t.flatten(2)).view(t.shape).to(sana_wm.HALF) for t in turned)
+        D = q.shape[-1]
+        padded = D if D in (32, 64, 128, 256) or D > 256 else 128 if D <= 128 else 256
+        out = attend(q, k, v, clip, self.group, allowed=clip.clip_mask, scale=padded**-0.5, attention=self.attention)
+        if clip.mask is not None:
+            out = clip.select(out.flatten(2)).view(out.shape)
+        return out_of_rays(out.to(qkv[2].dtype), rays, self.backend)
+
+
+def rotate(x: Tensor, table: Tensor, backend: str) -> Tensor:
+    """Interleaved pairs of x (B, N, H, D) times the complex table (..., N, D/2), in float32 at least, cast back."""
+    table = table.reshape(-1, x.shape[1], table.shape[-1])
+    return functional.rotary(x, table.real, table.imag, backend=backend)
