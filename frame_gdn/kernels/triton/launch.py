@@ -134,10 +134,12 @@ def _kinds(arguments: tuple[Any, ...]) -> list[Any]:
     """What Triton compiles differently for: tensors' dtypes and alignments, and the numbers themselves."""
     kinds: list[Any] = []
     for x in arguments:
-        if isinstance(x, Tensor):
-            kinds += (x.dtype, x.data_ptr() & 15)
+        if type(x) is int:  # most of them
+            kinds.append(x)
         elif type(x) is tuple:
             kinds += _kinds(x)
+        elif isinstance(x, Tensor):
+            kinds += (x.dtype, x.data_ptr() & 15)
         else:
             kinds.append(x)
     return kinds
@@ -206,8 +208,17 @@ def channel_tile(C: int, most: int, blocks: int) -> dict[str, int]:
 
 def strided(x: Tensor) -> tuple[Tensor, int, int, int]:
     """A tensor as `tiles.locate` takes it, with the strides of its first three dimensions."""
-    b, n, h, *_ = x.stride()
+    b, n, h = x.stride()[:3]
     return x, b, n, h
+
+
+def needs_int64(S: int, *tokens: Tensor) -> bool:
+    """Whether an offset within a frame of S tokens, of any of these (B, N, H, D) or (B, N, H), is beyond 32 bits.
+
+    Kernels reach a frame's first token by a 64-bit address. The offsets from there on are most of what a program
+    computes beside its products: in 64 bits, the loops over tokens would have a sixth more instructions.
+    """
+    return S * max(max(x.stride(1), x.shape[-1]) for x in tokens) >= 2**31
 
 
 def dense(x: Tensor) -> Tensor:

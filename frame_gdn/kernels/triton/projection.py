@@ -12,10 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..types import Inputs, States
-from .launch import Settings, Tiles, cdiv, channel_blocks, dense, strided
+from .launch import Settings, Tiles, cdiv, channel_blocks, dense, needs_int64, strided
 from .scan import split_rows
 from .tiles import (
     denominator,
+    frame_sizes,
     frame_tables,
     frame_tokens,
     is_active,
@@ -32,6 +33,7 @@ from .tiles import (
     split_index,
     store,
     token_addresses,
+    token_indices,
     token_operand,
     tokens_times_matrix,
 )
@@ -41,14 +43,14 @@ from .tiles import (
 def _project_kernel(
     q, q_rot, beta, mask_ptr, tables, states, out, eps, shape,
     D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
-    ROTARY: tl.constexpr, WEIGHT: tl.constexpr, MASK: tl.constexpr, REVERSE: tl.constexpr,
+    ROTARY: tl.constexpr, WEIGHT: tl.constexpr, MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One block of value channels of one frame's tokens: w (S + R) q~. `states` are S and R, the first frame's.
 
     WEIGHT says what w is: "den" for 1 / ((z + y)ᵀ q + eps), "beta", or "none" for 1.
     """
-    H, T, S = shape
+    H, T, S = frame_sizes(shape, INT64)
     i = tl.program_id(0) % NB
     b, t, h = split_index(tl.program_id(0) // NB, H, T)
     frame, token = (b * H + h) * T + t, t * S
@@ -73,7 +75,7 @@ def _project_kernel(
 
     readable = tl.where(active, S, 0)  # a padded frame is never read
     # Every tile is read an iteration ahead of its use.
-    n = tl.arange(0, BN)
+    n = token_indices(S, BN)
     next_q0 = load_tokens(queries, n, n < readable, d0, D)
     next_rotated0 = next_q0
     if ROTARY == "given":
@@ -81,7 +83,7 @@ def _project_kernel(
     if ROTARY == "tables":
         next_cos, next_sin = load_tables(tables, n, n < readable, 0, BD, D)
     for n0 in tl.range(0, S, BN, num_stages=STAGES):
-        n = n0 + tl.arange(0, BN)
+        n = n0 + token_indices(S, BN)
         live = n < S
         q0, rotated0 = next_q0.to(tl.float32), next_rotated0.to(tl.float32)
         if ROTARY == "tables":
@@ -126,13 +128,14 @@ def _project_kernel(
 def _state_input_gradient_kernel(
     dout, q, q_rot, mask_ptr, tables, states, dX_ptr, weight_ptr, eps, shape,
     D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
-    ROTARY: tl.constexpr, MASK: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    ROTARY: tl.constexpr, MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One block of one frame's gradient of the summed numerator states, dX = dout diag(w) Q~ᵀ.
 
     w = 1 / ((z + y)ᵀ q + eps) is computed here where a block is all channels, else read from weight_ptr (B, H, T, S).
     """
-    H, T, S = shape
+    H, T, S = frame_sizes(shape, INT64)
     i, j = (tl.program_id(0) // NB) % NB, tl.program_id(0) % NB
     b, t, h = split_index(tl.program_id(0) // (NB * NB), H, T)
     frame, token = (b * H + h) * T + t, t * S
@@ -159,10 +162,11 @@ def _state_input_gradient_kernel(
 def _query_gradient_kernel(
     dout, q, q_rot, mask_ptr, tables, states, dq, dq_rot, dX_ptr, eps, shape,
     D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
-    ROTARY: tl.constexpr, MASK: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    ROTARY: tl.constexpr, MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One frame: dq~ = w Xᵀ dout, dq, and the gradient of z + y, the last row of dX."""
-    H, T, S = shape
+    H, T, S = frame_sizes(shape, INT64)
     b, t, h = split_index(tl.program_id(0), H, T)
     frame, token = (b * H + h) * T + t, t * S
     EXACT: tl.constexpr = PRECISION != "tf32"
@@ -185,7 +189,7 @@ def _query_gradient_kernel(
         dz = tl.zeros((BN, BD), dtype=tl.float32)
 
     for n0 in tl.range(0, S, BN, num_stages=STAGES):
-        n = n0 + tl.arange(0, BN)
+        n = n0 + token_indices(S, BN)
         live = n < S
         read = live & active
         raw = load_tokens(douts, n, read, d, D)
@@ -229,10 +233,11 @@ def _query_gradient_kernel(
 def _wide_project_kernel(
     q, q_rot, beta, mask_ptr, tables, states, out, eps, shape,
     D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
-    ROTARY: tl.constexpr, WEIGHT: tl.constexpr, MASK: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    ROTARY: tl.constexpr, WEIGHT: tl.constexpr, MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As `_project_kernel`: a block of w (S + R) q~ of one frame's tokens."""
-    H, T, S = shape
+    H, T, S = frame_sizes(shape, INT64)
     i = tl.program_id(0) % NB
     b, t, h = split_index(tl.program_id(0) // NB, H, T)
     frame, token = (b * H + h) * T + t, t * S
@@ -244,7 +249,7 @@ def _wide_project_kernel(
     sums = (states[0] + frame * R * D, states[1] + frame * R * D)
     d = i * BD + tl.arange(0, BD)
     for n0 in tl.range(0, S, BN):
-        n = n0 + tl.arange(0, BN)
+        n = n0 + token_indices(S, BN)
         live = n < S
         read = live & active  # a padded frame is never read
         values = tokens_times_matrix(
@@ -262,14 +267,14 @@ def _wide_project_kernel(
 def _wide_query_gradient_kernel(
     dout, q, q_rot, mask_ptr, tables, states, dq, dq_rot, dX_ptr, weight_ptr, dden_ptr, eps, shape, dden_block,
     D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr, ONLY_DEN: tl.constexpr,
-    ROTARY: tl.constexpr, MASK: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    ROTARY: tl.constexpr, MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As `_query_gradient_kernel`, a block of channels a program, in two launches.
 
     The first, with ONLY_DEN, computes w = 1 / ((z + y)ᵀ q + eps) of every token (B, H, T, S) and each block's part of
     the denominator's gradient, (NB, B, H, T, S); the second adds the parts up.
     """
-    H, T, S = shape
+    H, T, S = frame_sizes(shape, INT64)
     i = tl.program_id(0) % NB
     b, t, h = split_index(tl.program_id(0) // NB, H, T)
     frame, token = (b * H + h) * T + t, t * S
@@ -289,7 +294,7 @@ def _wide_query_gradient_kernel(
         z = load_sum(sums, D * D + d, d < D, REVERSE)
         dz = tl.zeros((BN, BD), dtype=tl.float32)
     for n0 in tl.range(0, S, BN):
-        n = n0 + tl.arange(0, BN)
+        n = n0 + token_indices(S, BN)
         live = n < S
         read = live & active
         drotated_query = tokens_times_matrix(
@@ -425,12 +430,14 @@ def project_tokens(
     wide = D > 128 and precision != "tf32"
     BD, NB = (64, cdiv(D, 64)) if precision != "tf32" and D > 64 else channel_blocks(D)
     if out.numel():
+        int64 = needs_int64(N // T, q, rotary.tokens, weight[0], out)
         settings.launcher.launch(
             _wide_project_kernel if wide else _project_kernel, lambda tile: B * T * H * NB,
             (strided(q), strided(rotary.tokens), strided(weight[0]), mask_of(x, q), rotary.tables, both(states),
              strided(out), eps, (H, T, N // T)),
             {"D": D, "R": D if states.z is None else D + 1, "BD": BD, "NB": NB, "ROTARY": rotary.source,
-             "WEIGHT": weight[1], "MASK": x.mask is not None, "REVERSE": states.R is not None, "PRECISION": precision},
+             "WEIGHT": weight[1], "MASK": x.mask is not None, "INT64": int64, "REVERSE": states.R is not None,
+             "PRECISION": precision},
             (_WIDE_PROJECT_TILES if wide else _PROJECT_TILES)[precision],
         )  # fmt: skip
     return out
@@ -452,7 +459,8 @@ def project_backward(
         precision, state_precision = settings.token_precision(q.dtype), settings.state_precision(q.dtype)
         inputs = strided(dout), strided(q), strided(rotary.tokens), mask_of(x, q), rotary.tables, both(states)
         shape = H, T, N // T
-        options = {"D": D, "R": R, "BD": BD, "ROTARY": rotary.source, "MASK": x.mask is not None,
+        int64 = needs_int64(N // T, dout, q, rotary.tokens, dq)
+        options = {"D": D, "R": R, "BD": BD, "ROTARY": rotary.source, "MASK": x.mask is not None, "INT64": int64,
                    "REVERSE": states.R is not None, "PRECISION": precision}  # fmt: skip
         weight = dX
         if NB > 1:

@@ -363,8 +363,7 @@ def split_rows(x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     R, D = x.shape[-2:]
     if R == D:
         return x, None
-    S, z = x.split((D, 1), -2)
-    return S, z.squeeze(-2)
+    return x.narrow(-2, 0, D), x.select(-2, D)  # in half the time of a split
 
 
 def _gradient_rows(dX: Tensor, dx: Tensor | None) -> Tensor:

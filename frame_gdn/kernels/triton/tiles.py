@@ -30,11 +30,25 @@ def split_index(index, H, T):
 
 
 @triton.jit
+def frame_sizes(shape, INT64: tl.constexpr):
+    """Heads, frames and tokens of a frame. The tokens' number has the type that indices of tokens take from it, int64
+    where a frame has offsets beyond 32 bits, as `launch.needs_int64` found."""
+    H, T, S = shape
+    return H, T, tl.cast(S, tl.int64 if INT64 else tl.int32)
+
+
+@triton.jit
+def token_indices(S, BN: tl.constexpr):
+    """0 ... BN - 1 in the type of S, the number of a frame's tokens."""
+    return tl.arange(0, BN).to(S.dtype)
+
+
+@triton.jit
 def locate(tensor, b, n, h):
     """The address of batch b, token or frame n and head h: `tensor` is (pointer, the strides of the three).
 
-    In 64 bits, as every product with a stride is: a stride may be any number, and what is left of a product in 32 bits
-    would be the address of something else.
+    In 64 bits, always: a stride may be any number. It is one address a program; the many offsets from there on, of a
+    frame's tokens, have the type of `frame_sizes`.
     """
     return tensor[0] + b.to(tl.int64) * tensor[1] + n.to(tl.int64) * tensor[2] + h.to(tl.int64) * tensor[3]
 
@@ -57,7 +71,7 @@ def frame_tokens(tensor, b, token, h):
 @triton.jit
 def scalar_addresses(frame, n):
     """The addresses of one number of each of a frame's tokens n."""
-    return frame[0] + n.to(tl.int64) * frame[1]
+    return frame[0] + n * frame[1]
 
 
 @triton.jit
@@ -94,7 +108,7 @@ def frame_tables(tables, token, D: tl.constexpr):
 def load_tables(tables, n, live, BLOCK: tl.constexpr, BD: tl.constexpr, D: tl.constexpr):
     """Cosines and sines (tokens, BD / 2) of channel block BLOCK."""
     d = BLOCK * (BD // 2) + tl.arange(0, BD // 2)
-    offsets = n.to(tl.int64)[:, None] * (D // 2) + d[None, :]
+    offsets = n[:, None] * (D // 2) + d[None, :]
     keep = live[:, None] & (d < D // 2)[None, :]
     return tl.load(tables[0] + offsets, mask=keep, other=0.0), tl.load(tables[1] + offsets, mask=keep, other=0.0)
 
@@ -198,7 +212,7 @@ def outer_products(
     of the tokens that `weights` are; "stored" for the same as `weights`; or "none" for 1.
     """
     EXACT: tl.constexpr = PRECISION != "tf32"
-    offs_n = tl.arange(0, BN)
+    offs_n = token_indices(tokens, BN)
     offs_i = i * BD + tl.arange(0, BD)
     offs_j = j * BD + tl.arange(0, BD)
     product = tl.zeros((BD, BD), dtype=tl.float32)

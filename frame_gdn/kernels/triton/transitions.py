@@ -6,10 +6,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..types import Edges, Inputs, States
-from .launch import Settings, Tiles, channel_blocks, dense, strided
+from .launch import Settings, Tiles, channel_blocks, dense, needs_int64, strided
 from .projection import both, mask_of, project_tokens, rotary_of
 from .scan import FactoredTransitions, packed_rows
 from .tiles import (
+    frame_sizes,
     frame_tables,
     frame_tokens,
     is_active,
@@ -27,6 +28,7 @@ from .tiles import (
     split_index,
     store,
     token_addresses,
+    token_indices,
     token_operand,
     tokens_times_matrix,
 )
@@ -36,10 +38,11 @@ from .tiles import (
 def _transitions_kernel(
     k, k_rot, v, beta, decay, mask_ptr, tables, A_ptr, U_ptr, gate_ptr, shape, A_kind,
     D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
-    ROTARY: tl.constexpr, MASK: tl.constexpr, SEPARATE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    ROTARY: tl.constexpr, MASK: tl.constexpr, INT64: tl.constexpr, SEPARATE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One block of one product of one frame: U (kind 0), A (1), or A of the denominator where its keys differ (2)."""
-    H, T, S = shape
+    H, T, S = frame_sizes(shape, INT64)
     PARTS: tl.constexpr = NB * NB * (3 if SEPARATE else 2)
     part = tl.program_id(0) % PARTS
     kind = part // (NB * NB)
@@ -184,14 +187,15 @@ def _transition_gradient_kernel(
 def _key_gradient_kernel(
     k, k_rot, v, beta, mask_ptr, tables, adjoints, dA_ptr, dA_z_ptr, dk, dk_rot, dbeta, shape,
     D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
-    ROTARY: tl.constexpr, MASK: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    ROTARY: tl.constexpr, MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One frame: dk~ = beta (dUᵀ v + dA k~), dk = beta (w + dA_z k), w the sum of the denominator's adjoints; dbeta.
 
     dbeta = vᵀ dU k~ + k~ᵀ dA k~ / 2 + wᵀ k + kᵀ dA_z k / 2. Without a rotation the two of dk are one, and so are the
     two of dA.
     """
-    H, T, S = shape
+    H, T, S = frame_sizes(shape, INT64)
     b, t, h = split_index(tl.program_id(0), H, T)
     frame, token = (b * H + h) * T + t, t * S
     EXACT: tl.constexpr = PRECISION != "tf32"
@@ -220,7 +224,7 @@ def _key_gradient_kernel(
         w = load_sum(adjoints, frame * R * D + D * D + d, d < D, REVERSE)
 
     for n0 in tl.range(0, S, BN, num_stages=STAGES):
-        n = n0 + tl.arange(0, BN)
+        n = n0 + token_indices(S, BN)
         live = n < S
         read = live & active
         out_keep = live[:, None] & (d < D)[None, :]
@@ -265,10 +269,10 @@ def _key_gradient_kernel(
 def _wide_key_gradient_kernel(
     k, k_rot, v, beta, mask_ptr, tables, adjoints, dA_ptr, dA_z_ptr, dk, dk_rot, dbeta, shape, dbeta_block,
     D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
-    ROTARY: tl.constexpr, MASK: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    ROTARY: tl.constexpr, MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As `_key_gradient_kernel`, a block of channels a program; dbeta's parts of the blocks are (NB, B, N, H)."""
-    H, T, S = shape
+    H, T, S = frame_sizes(shape, INT64)
     i = tl.program_id(0) % NB
     b, t, h = split_index(tl.program_id(0) // NB, H, T)
     frame, token = (b * H + h) * T + t, t * S
@@ -286,7 +290,7 @@ def _wide_key_gradient_kernel(
     dA, dA_z = dA_ptr + frame * D * D, dA_z_ptr + frame * D * D
     d = i * BD + tl.arange(0, BD)
     for n0 in tl.range(0, S, BN):
-        n = n0 + tl.arange(0, BN)
+        n = n0 + token_indices(S, BN)
         live = n < S
         read = live & active
         weight = load_scalars(weights, n, read).to(tl.float32)
@@ -378,11 +382,12 @@ def transitions(settings: Settings, x: Inputs, normalize: bool) -> FactoredTrans
     U = torch.empty(B, H, T, R, D, dtype=torch.float32, device=k.device)
     gate = torch.empty(B, H, T, dtype=torch.float32, device=k.device)
     if A.numel():
+        int64 = needs_int64(N // T, k, rotary.tokens, v, x.beta)
         settings.launcher.launch(
             _transitions_kernel, lambda tile: B * T * H * NB * NB * (3 if separate else 2),
             (strided(k), strided(rotary.tokens), strided(v), strided(x.beta), strided(x.decay), mask_of(x, k),
              rotary.tables, A, U, gate, (H, T, N // T), A.stride(0) if separate else 0),
-            {"D": D, "R": R, "BD": BD, "NB": NB, "ROTARY": rotary.source, "MASK": x.mask is not None,
+            {"D": D, "R": R, "BD": BD, "NB": NB, "ROTARY": rotary.source, "MASK": x.mask is not None, "INT64": int64,
              "SEPARATE": separate, "PRECISION": precision}, _TRANSITIONS_TILES[precision],
         )  # fmt: skip
     return FactoredTransitions(A, U, gate, state_precision)
@@ -418,11 +423,12 @@ def transitions_backward(
              "ENTERING": before is not None, "REVERSE": states.R is not None, "PRECISION": tr.precision},
             _TRANSITION_GRADIENT_TILES,
         )  # fmt: skip
+        int64 = needs_int64(N // T, k, rotary.tokens, v, x.beta, dk)
         arguments = (
             strided(k), strided(rotary.tokens), strided(v), strided(x.beta), mask, rotary.tables, both(adjoint),
             dA[0], dA[-1], strided(dk), strided(dk_rot), strided(dbeta[0]), (H, T, N // T),
         )  # fmt: skip
-        options = {"D": D, "R": R, "BD": BD, "ROTARY": rotary.source, "MASK": x.mask is not None,
+        options = {"D": D, "R": R, "BD": BD, "ROTARY": rotary.source, "MASK": x.mask is not None, "INT64": int64,
                    "REVERSE": states.R is not None, "PRECISION": precision}  # fmt: skip
         if NB > 1:
             settings.launcher.launch(
