@@ -14,7 +14,7 @@ from .agreement import Call
 from .kernels import plain
 from .kernels.backends import backend_name, pick_backend
 from .kernels.types import Backend, Inputs, accumulation_dtype
-from .ops import compiled_gdn_scan
+from .ops import gdn_scan_op
 from .scan import GDNOptions, chunk_ends, gdn_scan
 
 
@@ -184,7 +184,7 @@ def bidirectional_gdn(
     S: Tensor | None
     z: Tensor | None
     if torch.compiler.is_compiling() and size == 1 and isinstance(backend, str):
-        out, S, z = compiled_gdn_scan(x, S0, z0, normalize, eps, chunk_frames, backend, precision)
+        out, S, z = gdn_scan_op(*x, S0, z0, normalize, eps, chunk_frames, backend, precision)
     else:
         ends, passes = chunk_ends(chunk_frames, T, rank, counts)
         options = GDNOptions(normalize, eps, chunk_frames != 1, ends, passes, group, output_final_state, kernels, call)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .kernels.backends import pick_backend
 from .kernels.types import Edges, Inputs, accumulation_dtype
-from .scan import GDNOptions, chunk_ends, gdn_scan
+from .scan import GDNOptions, chunk_ends, gdn_scan, gdn_scan_backward
 
 #: How many leading arguments of the operators are tensors: the fields of Inputs, S0 and z0.
 _TENSORS = len(Inputs._fields) + 2
@@ -86,20 +86,13 @@ def gdn_scan_backward_op(
     backend: str,
     precision: str,
 ) -> list[Tensor]:
-    """Gradients of q, k, v, beta, decay, q_rot, k_rot, S0, z0; empty where there is no such input."""
+    """Gradients of S0, z0, q, k, v, beta, decay, q_rot, k_rot; empty where there is no such input."""
     x = Inputs(q, k, v, beta, decay, q_rot, k_rot, mask, cos, sin)
     options = _options(x, normalize, eps, chunk_frames, True, backend, precision)
-    steps, ends, reverse = options.backend, options.ends, options.reverse
-    entering = Edges(S0, z0, None, None)
-    tr = steps.transitions(x, normalize)
-    states, _ = steps.scan_states(tr, entering, ends, reverse)
-    dq, dq_rot, dX, dx = steps.project_backward(dout, x, states, eps)
     arriving = Edges(dS, dz if normalize else None, None, None)
-    adjoint, leaving = steps.scan_states_adjoint(tr, dX, dx, arriving, ends, reverse)
-    dk, dv, dbeta, ddecay, dk_rot = steps.transitions_backward(x, tr, entering, states, adjoint)
-    found = [dq, dk, dv, dbeta, ddecay, dq_rot, dk_rot, leaving.S, leaving.z]
-    inputs = [q, k, v, beta, decay, q_rot, k_rot, S0, z0]
-    return [q.new_empty(0) if given is None else _own(d, given) for given, d in zip(inputs, found, strict=True)]
+    grads = gdn_scan_backward(dout, arriving, x, None, Edges(S0, z0, None, None), [], options)
+    inputs = [S0, z0, q, k, v, beta, decay, q_rot, k_rot]
+    return [q.new_empty(0) if given is None else _own(d, given) for given, d in zip(inputs, grads, strict=True)]
 
 
 def _own(d: Tensor | None, given: Tensor) -> Tensor:
@@ -111,7 +104,7 @@ def _own(d: Tensor | None, given: Tensor) -> Tensor:
 
 @gdn_scan_backward_op.register_fake
 def _(dout: Tensor, dS: Tensor, dz: Tensor, *args: Any) -> list[Tensor]:
-    inputs = (*args[:7], *args[_TENSORS - 2 : _TENSORS])
+    inputs = (*args[_TENSORS - 2 : _TENSORS], *args[:7])
     return [
         dout.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs
     ]
@@ -125,24 +118,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, dout: Tensor, dS: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     grads = gdn_scan_backward_op(dout.contiguous(), dS, dz, *tensors, *ctx.options)
-    given = (*tensors[:7], *tensors[_TENSORS - 2 :])
-    found = [None if x is None else d for x, d in zip(given, grads, strict=True)]
-    return (*found[:7], None, None, None, *found[7:], *[None] * len(ctx.options))
+    inputs = (*tensors[_TENSORS - 2 :], *tensors[:7])
+    dS0, dz0, *found = [None if x is None else d for x, d in zip(inputs, grads, strict=True)]
+    return (*found, None, None, None, dS0, dz0, *[None] * len(ctx.options))
 
 
 gdn_scan_op.register_autograd(_backward, setup_context=_save)
-
-
-def compiled_gdn_scan(
-    x: Inputs,
-    S0: Tensor | None,
-    z0: Tensor | None,
-    normalize: bool,
-    eps: float,
-    chunk_frames: int | None,
-    backend: str,
-    precision: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`scan.gdn_scan` without a group, as one operator: output, final S, final z."""
-    out, S, z = gdn_scan_op(*x, S0, z0, normalize, eps, chunk_frames, backend, precision)
-    return out, S, z

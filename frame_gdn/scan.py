@@ -82,29 +82,46 @@ class _GDNScan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, dS: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None, ...]:
         options: GDNOptions = ctx.options
-        steps, group = options.backend, options.group
         saved = ctx.saved_tensors
         x, states, entering, kept = Inputs(*saved[:10]), States(*saved[10:14]), Edges(*saved[14:18]), list(saved[18:])
-        with torch.autocast(x.q.device.type, enabled=False):
-            tr = steps.transitions(x, options.normalize)
-            dq, dq_rot, dX, dx = steps.project_backward(dout, x, states, options.eps)
-            rank, size = parallel.rank_and_size(group)
-            arriving = Edges(dS, dz, None, None)
-            if group is not None and size > 1:
-                leaving = steps.leaving_adjoint(tr, dX, dx, options.ends, options.reverse)
-                arriving = _exchange_adjoint(tr, leaving, arriving, kept, options, steps)
-            adjoint, leaving = steps.scan_states_adjoint(tr, dX, dx, arriving, options.ends, options.reverse)
-            dk, dv, dbeta, ddecay, dk_rot = steps.transitions_backward(x, tr, entering, states, adjoint)
-        assert leaving.S is not None
-        dS0 = leaving.S if rank == 0 else torch.zeros_like(leaving.S)
-        dz0 = None if leaving.z is None else leaving.z if rank == 0 else torch.zeros_like(leaving.z)
+        dS0, dz0, *grads = gdn_scan_backward(dout, Edges(dS, dz, None, None), x, states, entering, kept, options)
         needs = ctx.needs_input_grad
-        return (
-            None,
-            dS0 if needs[1] else None,
-            dz0 if needs[2] else None,
-            *(dq, dk, dv, dbeta, ddecay, dq_rot, dk_rot, None, None, None),
-        )
+        return (None, dS0 if needs[1] else None, dz0 if needs[2] else None, *grads, None, None, None)
+
+
+def gdn_scan_backward(
+    dout: Tensor,
+    arriving: Edges,
+    x: Inputs,
+    states: States | None,
+    entering: Edges,
+    kept: list[Tensor],
+    options: GDNOptions,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of S0, z0, q, k, v, beta, decay, q_rot, k_rot: the one backward pass, of autograd and of `ops.py`.
+
+    Args:
+        dout, arriving: gradients of the output and, as S and z, of the final state.
+        states: what the forward pass made; None has them made again (one process only).
+        entering, kept: the states that entered this shard, and the transitions gathered from other ranks.
+    """
+    steps, group = options.backend, options.group
+    with torch.autocast(x.q.device.type, enabled=False):
+        tr = steps.transitions(x, options.normalize)
+        if states is None:
+            states, _ = steps.scan_states(tr, entering, options.ends, options.reverse)
+        dq, dq_rot, dX, dx = steps.project_backward(dout, x, states, options.eps)
+        rank, size = parallel.rank_and_size(group)
+        if group is not None and size > 1:
+            leaving = steps.leaving_adjoint(tr, dX, dx, options.ends, options.reverse)
+            arriving = _exchange_adjoint(tr, leaving, arriving, kept, options, steps)
+        adjoint, leaving = steps.scan_states_adjoint(tr, dX, dx, arriving, options.ends, options.reverse)
+        dk, dv, dbeta, ddecay, dk_rot = steps.transitions_backward(x, tr, entering, states, adjoint)
+    assert leaving.S is not None
+    dS0, dz0 = leaving.S, leaving.z
+    if rank > 0:  # the initial state enters at the first rank
+        dS0, dz0 = torch.zeros_like(dS0), None if dz0 is None else torch.zeros_like(dz0)
+    return dS0, dz0, dq, dk, dv, dbeta, ddecay, dq_rot, dk_rot
 
 
 def _pair(*states: Tensor | None) -> list[Tensor]:
