@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from frame_gdn import checks
+from frame_gdn.chunks import ChunkGrid
 from frame_gdn.pipeline import FrameGDNRolloutPipeline
 from models import VideoDiT
 from training.cli import one_line, positive, run, whole
@@ -73,7 +74,7 @@ def main(args: argparse.Namespace, interrupt: Interrupt) -> None:
     text = read_text(args.prompt_embeds, device)
     size, file_fps = clip_size(args), video_fps(args.first_frames)
     pipeline, codec = load_model(args.model, device)
-    first = first_latents(args, codec, size, pipeline.transformer.config.chunk_frames)
+    first = first_latents(args, codec, size, ChunkGrid.of(pipeline.transformer.config))
     chunks = pipeline.stream(
         first,
         num_chunks=args.num_chunks,
@@ -233,9 +234,9 @@ def clip_size(args: argparse.Namespace) -> dict[str, Any]:
     return size
 
 
-def first_latents(args: argparse.Namespace, codec: Codec, size: dict[str, Any], chunk_frames: int) -> Tensor:
+def first_latents(args: argparse.Namespace, codec: Codec, size: dict[str, Any], grid: ChunkGrid) -> Tensor:
     """The latents (1, C, T, h, w) of the video's first chunks."""
-    latent_frames = args.num_first_chunks * chunk_frames
+    latent_frames = grid.bounds(args.num_first_chunks - 1)[1]
     num_frames = 1 + codec.frame_ratio * (latent_frames - 1)
     latent_shape(codec, num_frames, size["height"], size["width"])
     return codec.encode(read_video(args.first_frames, num_frames=num_frames, **size))[None]

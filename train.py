@@ -55,8 +55,8 @@ from training.evaluation import check_continuation, continuation_psnr, continue_
 from training.hosts import (
     check_data,
     choose_parameters,
-    chunk_frames_of,
     describe_model,
+    grid_of,
     load_transformer,
     model_inputs,
     plain_copy,
@@ -114,9 +114,9 @@ def train(config: TrainConfig, accelerator: Accelerator, ranks: Ranks, stop: Sto
     model = build_model(config, channels, dtype)
     check_data(model, dataset.shapes, dataset.prompts)
     choose_parameters(model, dataset.shapes, gates_only=config.train_gates_only, lora_rank=config.lora_rank)
-    chunk_frames = chunk_frames_of(model)
+    grid = grid_of(model)
     if config.validation_steps:
-        check_continuation(num_frames, chunk_frames)
+        check_continuation(num_frames, grid)
     parallelize(model, mesh)
     if config.compile:
         model.compile_repeated_blocks(fullgraph=True)
@@ -181,7 +181,7 @@ def train(config: TrainConfig, accelerator: Accelerator, ranks: Ranks, stop: Sto
             sample_ids = list(range(first_sample, first_sample + config.train_batch_size))
             with accelerator.accumulate(model):
                 batch = next(batches)
-                noise = sample_noise(config, shape, sample_ids, config.seed, chunk_frames)
+                noise = sample_noise(config, shape, sample_ids, config.seed, **grid.facts)
                 share = clip_loss(model, batch, noise, own_frames, frames_per_rank, config)
                 # Gradients are averaged over all ranks, but those of a clip's frames are to be summed.
                 batch_loss = share * config.cp_size
@@ -459,7 +459,7 @@ def validate(
         steps, clip = config.validation_inference_steps, dataset[0]
         film = continue_clip(pipeline, clip, num_inference_steps=steps, seed=config.seed)
         codec = load_codec(dataset.codec, accelerator.device)
-        num_given = 1 + codec.frame_ratio * (trained.config.chunk_frames - 1)
+        num_given = 1 + codec.frame_ratio * (grid_of(trained).bounds(0)[1] - 1)
         psnr = continuation_psnr(codec.decode(film), codec.decode(clip["latents"]), num_given)
         return dict(zip(("psnr", "psnr_repeat_last"), psnr, strict=True))
 

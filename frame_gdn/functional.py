@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import checks
+from .chunks import ChunkEnds
 from .kernels import flash4, plain
 from .kernels.backends import Hardware, pick_backend
 from .kernels.temporal_conv import temporal_conv as accumulated_conv
@@ -73,8 +74,7 @@ def short_conv(
     past: Tensor | None = None,
     future: Tensor | None = None,
     *,
-    chunk_frames: int | None = None,
-    first_frame: int = 0,
+    ends: ChunkEnds | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Depthwise convolution over frames, the same K taps to the past and to the future, the last tap the centre.
@@ -85,8 +85,7 @@ def short_conv(
         x: (B, T, ..., C).
         weight: (C, 1, K).
         past, future: (B, K-1, ..., C), the frames before x and after it; None for zeros.
-        chunk_frames: taps past the end of a frame's chunk see zeros; None for no chunks.
-        first_frame: the number of x's first frame in the clip, from which chunks are counted.
+        ends: the ends of chunks, past which taps see zeros, counted from x's first frame; None for no chunks.
 
     Returns:
         like x, in x's dtype.
@@ -99,20 +98,17 @@ def short_conv(
         tokens = [
             None if t is None else t.to(x.dtype).reshape(*t.shape[:2], S, t.shape[-1]) for t in (x, past, future)
         ]
-        fused_out: Tensor = _operators().short_conv(*tokens, weight, chunk_frames, first_frame)
+        fused_out: Tensor = _operators().short_conv(*tokens, weight, ends)
         return fused_out.view(x.shape)
     taps = weight[:, 0].to(x.dtype).unbind(-1)
     beyond = x.new_zeros(x.shape[0], K - 1, *x.shape[2:])
     seen = torch.cat([beyond if past is None else past, x, beyond if future is None else future], 1)
-    in_chunk = None
-    if chunk_frames is not None:
-        in_chunk = torch.arange(first_frame, first_frame + T, device=x.device) % chunk_frames
+    in_chunk = None if ends is None else ends.frames_after(T, x.device)
     out = x * taps[-1]
     for j in range(1, K):
         before, after = seen[:, K - 1 - j : K - 1 - j + T], seen[:, K - 1 + j : K - 1 + j + T]
-        if in_chunk is not None and chunk_frames is not None:
-            allowed = (in_chunk + j < chunk_frames).view(T, *[1] * (x.dim() - 2))
-            after = torch.where(allowed, after, 0.0)
+        if in_chunk is not None:
+            after = torch.where((in_chunk >= j).view(T, *[1] * (x.dim() - 2)), after, 0.0)
         out = out + (before + after) * taps[K - 1 - j]
     return out
 
@@ -315,8 +311,7 @@ def temporal_conv(
     past: Tensor | None = None,
     future: Tensor | None = None,
     *,
-    chunk_frames: int | None = None,
-    first_frame: int = 0,
+    ends: ChunkEnds | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """x_t + W₀ x_{t-1} + W₁ x_t + W₂ x_{t+1}, the last zero where a chunk ends.
@@ -325,8 +320,7 @@ def temporal_conv(
         x: (B, T, S, C).
         weight: (C, 3 C), [W₀, W₁, W₂] side by side.
         past, future: (B, 1, S, C), the frame before x and the one after it; None for zeros.
-        chunk_frames: no frame sees past the end of its chunk; None for no chunks.
-        first_frame: the number of x's first frame in the clip, from which chunks are counted.
+        ends: the ends of chunks, past which no frame sees, counted from x's first frame; None for no chunks.
 
     Returns:
         like x.
@@ -335,20 +329,17 @@ def temporal_conv(
     """
     if fused(x, backend):
         past, future = (None if t is None else t.to(x.dtype) for t in (past, future))
-        out: Tensor = accumulated_conv(x, past, future, weight.to(x.dtype), chunk_frames, first_frame)
+        out: Tensor = accumulated_conv(x, past, future, weight.to(x.dtype), ends)
         return out
-    return x + F.linear(temporal_windows(x, past, future, chunk_frames, first_frame), weight)
+    return x + F.linear(temporal_windows(x, past, future, ends), weight)
 
 
-def temporal_windows(
-    x: Tensor, past: Tensor | None, future: Tensor | None, chunk_frames: int | None, first_frame: int
-) -> Tensor:
+def temporal_windows(x: Tensor, past: Tensor | None, future: Tensor | None, ends: ChunkEnds | None) -> Tensor:
     """[x_{t-1}, x_t, x_{t+1}] side by side, (B, T, S, 3 C), zeros past a chunk's end; arguments as in
     `temporal_conv`."""
     beyond = x.new_zeros(x.shape[0], 1, *x.shape[2:])
     frames = torch.cat([beyond if past is None else past, x, beyond if future is None else future], 1)
     before, after = frames[:, :-2], frames[:, 2:]
-    if chunk_frames is not None:
-        ends = torch.arange(first_frame + 1, first_frame + x.shape[1] + 1, device=x.device) % chunk_frames == 0
-        after = after.masked_fill(ends[:, None, None], 0)
+    if ends is not None:
+        after = after.masked_fill((ends.frames_after(x.shape[1], x.device) == 0)[:, None, None], 0)
     return torch.cat([before, x, after], -1)

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from . import checks, functional, parallel
 from .agreement import Call
+from .chunks import ChunkGrid
 from .kernels import plain
 from .kernels.backends import backend_name, pick_backend
 from .kernels.types import Backend, Inputs, accumulation_dtype
@@ -90,6 +91,8 @@ def bidirectional_gdn(
     initial_state: GDNState | None = None,
     output_final_state: bool = False,
     chunk_frames: int | None = None,
+    first_chunk_frames: int | None = None,
+    merge_tail: bool = False,
     normalize: bool = True,
     eps: float = 1e-15,
     group: ProcessGroup | None = None,
@@ -122,6 +125,10 @@ def bidirectional_gdn(
         initial_state: enters the forward recurrence of the group's first rank. Its gradient is each rank's share.
         output_final_state: return the state after the last active frame, the same on all ranks.
         chunk_frames: None: reverse over the whole clip; c: reverse cut every c frames of the whole clip; 1: causal.
+        first_chunk_frames: frames of the clip's first chunk; None: as the others. A call that continues, whose
+            `initial_state.frames` is not 0, begins with a later chunk.
+        merge_tail: a tail shorter than chunk_frames joins the chunk before it, within this call; False: it is a chunk
+            of its own.
         normalize: False: numerator only (a camera branch); z of a final state is then 0.
         eps: added to the denominator.
         group: the context-parallel process group. One exchange of O(D²) a head forward, one backward.
@@ -139,14 +146,17 @@ def bidirectional_gdn(
     Raises:
         ValueError: for shapes, dtypes, devices or options that do not fit, a group this process is not in, ranks that
             disagree (found by the handshake), samples with different counts of active frames where a state is asked
-            for.
+            for, and a short tail that continues a state alone, with merge_tail.
     """
-    positions = chunk_frames not in (None, 1) or output_final_state
+    positions = chunk_frames not in (None, 1) or first_chunk_frames not in (None, 1) or output_final_state
     counted = output_final_state and mask is not None  # then the ranks add up their active frames
     with parallel.checked(group, due=check or counted or (positions and frames_per_rank is None)):
         rank, size = parallel.rank_and_size(group)
         B, T, H, D = _check(q, k, v, beta, decay, q_rot, k_rot, rotary, mask, initial_state)
-        checks.integer("chunk_frames", chunk_frames, 1, optional=True)
+        asked = grid = ChunkGrid(chunk_frames, first_chunk_frames, merge_tail)
+        continues = initial_state is not None and initial_state.frames > 0
+        if continues:  # at the border of a chunk, of which only the caller's grid can tell
+            grid = grid.continued
         checks.number("eps", eps, 0)
         for name, value in (("output_final_state", output_final_state), ("normalize", normalize), ("check", check)):
             checks.flag(name, value)
@@ -155,9 +165,11 @@ def bidirectional_gdn(
         rotated = ["None" if rotary is None and x is None else "given" for x in (q_rot, k_rot)]
         facts = {
             "B": B, "H": H, "D": D, "dtype": q.dtype, "q_rot": rotated[0], "k_rot": rotated[1],
-            "normalize": normalize, "eps": float(eps), "chunk_frames": chunk_frames,
+            "normalize": normalize, "eps": float(eps), **asked.facts,
             "output_final_state": output_final_state, "backend": backend_name(backend), "precision": precision,
         }  # fmt: skip
+        if first_chunk_frames is not None or merge_tail:  # a rank that is not the first must know which chunk is first
+            facts["continues"] = continues
         if output_final_state:
             facts["mask"] = "None" if mask is None else "given"
         consumed: object = "None" if initial_state is None else initial_state.frames
@@ -170,6 +182,8 @@ def bidirectional_gdn(
         call, group, frames_per_rank, positions=positions, check=check, active=active
     )
 
+    if continues and counts is not None:
+        grid.check_tail(sum(counts))
     S0 = z0 = None
     if initial_state is not None:
         wide = accumulation_dtype(q.dtype)
@@ -184,10 +198,14 @@ def bidirectional_gdn(
     S: Tensor | None
     z: Tensor | None
     if torch.compiler.is_compiling() and size == 1 and isinstance(backend, str):
-        out, S, z = gdn_scan_op(*x, S0, z0, normalize, eps, chunk_frames, backend, precision)
+        out, S, z = gdn_scan_op(
+            *x, S0, z0, normalize, eps, grid.ends(0, T), not grid.is_causal, backend, precision
+        )  # fmt: skip
     else:
-        ends, passes = chunk_ends(chunk_frames, T, rank, counts)
-        options = GDNOptions(normalize, eps, chunk_frames != 1, ends, passes, group, output_final_state, kernels, call)
+        ends, passes = chunk_ends(grid, T, rank, counts)
+        options = GDNOptions(
+            normalize, eps, not grid.is_causal, ends, passes, group, output_final_state, kernels, call
+        )
         out, S, z = gdn_scan(x, S0, z0, options)
     if S is None or not output_final_state:
         return out, None

@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 
 from . import checks, functional, parallel
 from .agreement import Call
+from .chunks import ChunkEnds, ChunkGrid
 from .gdn import GDNState, bidirectional_gdn, check_rotary, check_state
 from .kernels.backends import BACKENDS, pick_backend
 from .parallel import FrameSharded
@@ -54,18 +55,15 @@ class TemporalShortConv(nn.Module):
         x: Tensor,
         past: Tensor | None,
         future: Tensor | None,
-        chunk_frames: int | None = None,
-        first_frame: int = 0,
+        ends: ChunkEnds | None = None,
         backend: str = "auto",
     ) -> Tensor:
         """x (B, T, ..., C) between the K-1 frames before it and the K-1 after it, each (B, K-1, ..., C) or None for
         zeros -> like x.
 
-        With chunk_frames, taps past the end of a frame's chunk see zeros; x starts at frame `first_frame` of the clip.
+        Taps past the end of a frame's chunk see zeros; `ends` are counted from x's first frame.
         """
-        return functional.short_conv(
-            x, self.weight, past, future, chunk_frames=chunk_frames, first_frame=first_frame, backend=backend
-        )
+        return functional.short_conv(x, self.weight, past, future, ends=ends, backend=backend)
 
 
 class BidirectionalGDN(FrameSharded):
@@ -148,6 +146,8 @@ class BidirectionalGDN(FrameSharded):
         state: GDNState | None = None,
         output_final_state: bool = False,
         chunk_frames: int | None = None,
+        first_chunk_frames: int | None = None,
+        merge_tail: bool = False,
         frames_per_rank: Sequence[int] | None = None,
     ) -> tuple[Tensor, GDNState | None]:
         """(B, N_local, C) -> (B, N_local, C), and the state after the last active frame where it is asked for.
@@ -161,15 +161,21 @@ class BidirectionalGDN(FrameSharded):
             state: continues from it; the same on every rank of a group.
             output_final_state: also return the `GDNState` to continue from, the same on every rank.
             chunk_frames: None: the whole clip is seen; c: no frame sees past the end of its chunk of c frames.
+            first_chunk_frames: frames of the clip's first chunk; None: as the others. A call that continues begins
+                with a later chunk.
+            merge_tail: a tail shorter than chunk_frames joins the chunk before it, within this call; False: it is a
+                chunk of its own.
             frames_per_rank: every rank's num_frames, if known; else asked in one tiny exchange.
 
         Raises:
             ValueError: for shapes that do not fit, and as `bidirectional_gdn`.
         """
         with parallel.checked(self.group, due=frames_per_rank is None):
-            checks.integer("chunk_frames", chunk_frames, 1, optional=True)
+            asked = grid = ChunkGrid(chunk_frames, first_chunk_frames, merge_tail)
             checks.flag("output_final_state", output_final_state)
             S = self._check(x, num_frames, rotary, mask, state)
+            if state is not None and state.frames:  # at the border of a chunk, of which only the caller can tell
+                grid = grid.continued
             rank, size = parallel.rank_and_size(self.group)
             parallel.check_frames_per_rank(frames_per_rank, num_frames, self.group)
             pick_backend(self.backend, x[..., :1])
@@ -179,13 +185,15 @@ class BidirectionalGDN(FrameSharded):
                 "B": B, "H": H, "D": D, "dtype": x.dtype, "conv_kernel_size": self.conv_kernel_size,
                 "norm_eps": self.q_norm.eps, "eps": float(self.eps), "rotary": "None" if rotary is None else "given",
                 "state.frames": None if state is None else state.frames,
-                "output_final_state": output_final_state, "chunk_frames": chunk_frames, "backend": self.backend,
+                "output_final_state": output_final_state, **asked.facts, "backend": self.backend,
             }  # fmt: skip
             if output_final_state:
                 facts["mask"] = "None" if mask is None else "given"
             call = Call("BidirectionalGDN", facts, num_frames, {"tokens a frame": S if num_frames else None})
         counts, _, call = parallel.agree(call, self.group, frames_per_rank, positions=True, check=False)
         assert counts is not None
+        if state is not None and state.frames:
+            grid.check_tail(sum(counts))
         # An empty shard cannot tell the size of a frame: a state's tail needs it, rank 0's past too.
         if size > 1 and 0 in counts and (output_final_state or counts[0] == 0):
             assert self.group is not None
@@ -197,7 +205,7 @@ class BidirectionalGDN(FrameSharded):
         conv_tail = None
         if self.conv_k is not None:
             k, conv_tail = self._convolve(
-                k.reshape(B, num_frames, S, C), mask, state, output_final_state, chunk_frames, counts, call
+                k.reshape(B, num_frames, S, C), mask, state, output_final_state, grid, counts, call
             )
             k = k.flatten(1, 2)
         q, k = self.q_norm(q, backend=self.backend), self.k_norm(k, (D * max(S, 1)) ** -0.5, self.backend)
@@ -210,7 +218,8 @@ class BidirectionalGDN(FrameSharded):
         out, final = bidirectional_gdn(
             q, k, v, beta, decay,
             rotary=rotary, mask=mask,
-            initial_state=state, output_final_state=output_final_state, chunk_frames=chunk_frames,
+            initial_state=state, output_final_state=output_final_state,
+            chunk_frames=chunk_frames, first_chunk_frames=first_chunk_frames, merge_tail=merge_tail,
             eps=self.eps, group=self.group, frames_per_rank=counts, backend=self.backend,
         )  # fmt: skip
         dtype = v.dtype
@@ -226,7 +235,7 @@ class BidirectionalGDN(FrameSharded):
         mask: Tensor | None,
         state: GDNState | None,
         output_tail: bool,
-        chunk_frames: int | None,
+        grid: ChunkGrid,
         counts: Sequence[int],
         call: Call,
     ) -> tuple[Tensor, Tensor | None]:
@@ -244,7 +253,7 @@ class BidirectionalGDN(FrameSharded):
             ends = _last_active(mask, self.group, counts, call)
         came = None if state is None or state.conv_tail is None else state.conv_tail.to(k.dtype)
         if self.group is None or size == 1:
-            out = self.conv_k(k, came, None, chunk_frames, 0, self.backend)
+            out = self.conv_k(k, came, None, grid.ends(0, total), self.backend)
             if not output_tail:
                 return out, None
             head = k.new_zeros(B, width, *k.shape[2:]) if came is None else came
@@ -276,7 +285,7 @@ class BidirectionalGDN(FrameSharded):
         past = frames(start, start + width) if T else fetched[:, :0]
         after = frames(start + width + T, min(start + T + width, total) + width) if T else past
         future = torch.cat([after, k.new_zeros(B, width - after.shape[1], *k.shape[2:])], 1)
-        out = self.conv_k(k, past, future, chunk_frames, start, self.backend)
+        out = self.conv_k(k, past, future, grid.ends(start, total), self.backend)
         if not output_tail:
             return out, None
         if len(set(ends)) == 1:

@@ -3,26 +3,28 @@
 Eager calls do not pass here. Only the inputs are kept for the backward pass, which runs the scan of states again.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .chunks import ChunkEnds
 from .kernels.backends import pick_backend
 from .kernels.types import Edges, Inputs, accumulation_dtype
-from .scan import GDNOptions, chunk_ends, gdn_scan, gdn_scan_backward
+from .scan import GDNOptions, gdn_scan, gdn_scan_backward
 
 #: How many leading arguments of the operators are tensors: the fields of Inputs, S0 and z0.
 _TENSORS = len(Inputs._fields) + 2
 
 
 def _options(
-    x: Inputs, normalize: bool, eps: float, chunk_frames: int | None, final: bool, backend: str, precision: str
+    x: Inputs, normalize: bool, eps: float, ends: Sequence[int] | None, reverse: bool, backend: str, precision: str
 ) -> GDNOptions:
     T = x.decay.shape[1]
-    ends, _ = chunk_ends(chunk_frames, T, 0, [T])
+    flags = [False] * T if ends is None else ChunkEnds(*ends).flags(T)
     steps = pick_backend(backend, x.q, precision)
-    return GDNOptions(normalize, eps, chunk_frames != 1, ends, None, None, final, steps)
+    return GDNOptions(normalize, eps, reverse, flags, None, None, True, steps)
 
 
 @torch.library.custom_op("frame_gdn::gdn_scan", mutates_args=())
@@ -41,13 +43,14 @@ def gdn_scan_op(
     z0: Tensor | None,
     normalize: bool,
     eps: float,
-    chunk_frames: int | None,
+    ends: Sequence[int] | None,
+    reverse: bool,
     backend: str,
     precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens to output, final S and final z (zeros without a denominator)."""
+    """Tokens to output, final S and final z (zeros without a denominator); `ends` as `ChunkEnds`."""
     x = Inputs(q, k, v, beta, decay, q_rot, k_rot, mask, cos, sin)
-    out, S, z = gdn_scan(x, S0, z0, _options(x, normalize, eps, chunk_frames, True, backend, precision))
+    out, S, z = gdn_scan(x, S0, z0, _options(x, normalize, eps, ends, reverse, backend, precision))
     assert S is not None
     return out.contiguous(), S.contiguous(), S.new_zeros(S.shape[:-1]) if z is None else z.contiguous()
 
@@ -82,13 +85,14 @@ def gdn_scan_backward_op(
     z0: Tensor | None,
     normalize: bool,
     eps: float,
-    chunk_frames: int | None,
+    ends: Sequence[int] | None,
+    reverse: bool,
     backend: str,
     precision: str,
 ) -> list[Tensor]:
     """Gradients of S0, z0, q, k, v, beta, decay, q_rot, k_rot; empty where there is no such input."""
     x = Inputs(q, k, v, beta, decay, q_rot, k_rot, mask, cos, sin)
-    options = _options(x, normalize, eps, chunk_frames, True, backend, precision)
+    options = _options(x, normalize, eps, ends, reverse, backend, precision)
     arriving = Edges(dS, dz if normalize else None, None, None)
     grads = gdn_scan_backward(dout, arriving, x, None, Edges(S0, z0, None, None), [], options)
     inputs = [S0, z0, q, k, v, beta, decay, q_rot, k_rot]

@@ -15,6 +15,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor, nn
 
 from . import checks
+from .chunks import ChunkGrid
 
 PREDICTION_TYPES = ("velocity", "sample")
 
@@ -112,10 +113,12 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
         config, device = self.transformer.config, self._execution_device
         checks.tensor("first_frames", first_frames, ("B", config.get("in_channels", "C"), "T", "h", "w"))
         batch, _, frames, height, width = first_frames.shape
-        if frames == 0 or frames % config.chunk_frames:
+        grid = ChunkGrid.of(config)
+        if frames == 0 or not grid.begins_at(frames):
+            first = f" after a first chunk of {grid.first_chunk_frames}" if grid.first_chunk_frames else ""
             raise ValueError(
-                f"first_frames must be (B, C, T, h, w) with T a multiple of chunk_frames {config.chunk_frames}, got "
-                f"{checks.shown(first_frames)}"
+                f"first_frames must be (B, C, T, h, w) with T a multiple of chunk_frames {grid.chunk_frames}{first}, "
+                f"got {checks.shown(first_frames)}"
             )
         checks.movable("first_frames", first_frames, device)
         patch_size = config.get("patch_size")

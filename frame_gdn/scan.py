@@ -15,22 +15,24 @@ from torch.distributed import ProcessGroup
 
 from . import parallel
 from .agreement import Call
+from .chunks import ChunkGrid
 from .kernels.plain import states_before
 from .kernels.products import exact_matmul
 from .kernels.types import Backend, BuiltTransitions, Edges, Inputs, States, accumulation_dtype
 
 
 def chunk_ends(
-    chunk_frames: int | None, frames: int, rank: int, counts: Sequence[int] | None
+    grid: ChunkGrid, frames: int, rank: int, counts: Sequence[int] | None
 ) -> tuple[list[bool], list[bool] | None]:
     """Which local frames are the last of their chunk; and by rank, whether a shard holds no such frame."""
-    if chunk_frames is None:
+    if grid.chunk_frames is None:
         return [False] * frames, None
-    if chunk_frames == 1 or counts is None:
+    if grid.is_causal or counts is None:
         return [True] * frames, None
-    starts = [sum(counts[:r]) for r in range(len(counts))]
-    ends = [(starts[rank] + t + 1) % chunk_frames == 0 for t in range(frames)]
-    return ends, [s // chunk_frames == (s + n) // chunk_frames for s, n in zip(starts, counts, strict=True)]
+    ends = [grid.ends(sum(counts[:r]), sum(counts)) for r in range(len(counts))]
+    passes = [end is None or end.count(n) == 0 for end, n in zip(ends, counts, strict=True)]
+    own = ends[rank]
+    return [False] * frames if own is None else own.flags(frames), passes
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ def swap(
     blocks: Sequence[int] | None | Keep = KEEP,
     start_scale: float | None | Keep = KEEP,
     chunk_frames: int | None | Keep = KEEP,
+    first_chunk_frames: int | None | Keep = KEEP,
+    merge_tail: bool | Keep = KEEP,
     group: ProcessGroup | None | Keep = KEEP,
     backend: str | Keep = KEEP,
     attention: str | Keep = KEEP,
@@ -44,9 +46,10 @@ def swap(
     changes the options that are named and keeps the rest; a block that is swapped stays so. Swap first, then compile,
     offload or wrap.
 
-    What changes what the model computes is in its configuration, saved and loaded with it: `chunk_frames` and
-    `start_scale` by their names, `blocks` as `gdn_blocks`. An option that is not named is that of the configuration,
-    else None. The others are in none: a swapped model keeps them, a stock one begins with no group and with "auto".
+    What changes what the model computes is in its configuration, saved and loaded with it: `blocks` as `gdn_blocks`,
+    `start_scale`, `chunk_frames`, `first_chunk_frames` and `merge_tail` by their names. An option that is not named is
+    that of the configuration, else its default. The others are in none: a swapped model keeps them, a stock one begins
+    with no group and with "auto".
 
     Args:
         model: a `SanaWMTransformer3DModel` (same weights, same outputs), a `SanaVideoTransformer3DModel` (linear
@@ -55,6 +58,10 @@ def swap(
         start_scale: where the gates are new, what the key scale is multiplied by at the start; the smaller, the closer
             to the stock model. None: the host's default.
         chunk_frames: None: every frame sees the whole clip; c: no frame sees past the end of its chunk of c frames.
+        first_chunk_frames: frames of the clip's first chunk (SANA-WM's streaming model: 4, then 3, 3, ...); None: as
+            the others. It needs chunk_frames.
+        merge_tail: a tail shorter than chunk_frames joins the chunk before it, as in SANA-WM's training; False: it is
+            a chunk of its own. A clip that is continued from a state must not end in such a tail alone.
         group: the context-parallel group over which frames are sharded; as calling `parallelize(model, group)`.
         backend: "torch", "triton" or "auto".
         attention: what softmax blocks compute with: "sdpa", diffusers' dispatcher; "flash4", flash-attn-4 (the extra
@@ -74,6 +81,8 @@ def swap(
         "blocks": blocks,
         "start_scale": start_scale,
         "chunk_frames": chunk_frames,
+        "first_chunk_frames": first_chunk_frames,
+        "merge_tail": merge_tail,
         "backend": backend,
         "attention": attention,
     }

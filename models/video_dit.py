@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from frame_gdn import BidirectionalGDN, GDNState, checks, functional
 from frame_gdn.agreement import Call, described
+from frame_gdn.chunks import ChunkEnds, ChunkGrid
 from frame_gdn.gdn import check_state
 from frame_gdn.hosts.clip import softmax
 from frame_gdn.kernels.backends import BACKENDS
@@ -164,7 +165,7 @@ class Clip:
     Attributes:
         counts: every rank's number of frames; `start` ... `stop` - 1 of `total` are here.
         height, width: patches of a frame.
-        chunk_frames: no frame sees past the end of its chunk; None means one chunk.
+        grid: the grid of chunks, past whose ends no frame sees.
         rotary: cosines and sines, each (N_local, D/2), of the frames here.
         mask: (B, T_local), the frames here that are not padding; `clip_mask` (B, T) those of all ranks. None: all are.
         active: the frames after which a state is asked for; None where none is.
@@ -177,12 +178,17 @@ class Clip:
     total: int
     height: int
     width: int
-    chunk_frames: int | None
+    grid: ChunkGrid
     rotary: tuple[Tensor, Tensor]
     mask: Tensor | None
     clip_mask: Tensor | None
     active: int | None
     call: Call
+
+    @property
+    def ends(self) -> ChunkEnds | None:
+        """The ends of chunks, counted from the first frame here."""
+        return self.grid.ends(self.start, self.total)
 
 
 def select_active(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -201,7 +207,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class SoftmaxAttention(FrameSharded):
-    """Softmax attention over a clip; under chunk_frames a frame attends to its own chunk and to the earlier ones.
+    """Softmax attention over a clip; in chunks a frame attends to its own chunk and to the earlier ones.
 
     Over a group the keys and values of all frames are gathered, and the queries stay where they are.
 
@@ -268,15 +274,9 @@ def allowed_keys(seen: Tensor, tokens: int) -> Tensor:
 def key_horizons(clip: Clip) -> Iterator[tuple[int, int, int]]:
     """(first, last, end): of the frames here, first ... last - 1 attend to the frames 0 ... end - 1 of the clip."""
     # An empty shard attends with its no queries: it takes part in the backward of the gather too.
-    if clip.chunk_frames is None or clip.start == clip.stop:
-        yield 0, clip.stop - clip.start, clip.total
-        return
-    first = clip.start
-    while first < clip.stop:
-        end = min((first // clip.chunk_frames + 1) * clip.chunk_frames, clip.total)
-        last = min(end, clip.stop)
-        yield first - clip.start, last - clip.start, end
-        first = last
+    if clip.start == clip.stop:
+        yield 0, 0, clip.total
+    yield from clip.grid.horizons(clip.start, clip.stop, clip.total)
 
 
 class Taps(nn.Linear):
@@ -301,8 +301,7 @@ class Taps(nn.Linear):
             self.weight,
             past,
             future,
-            chunk_frames=clip.chunk_frames,
-            first_frame=clip.start,
+            ends=clip.ends,
             backend=backend,
         )
 
@@ -332,7 +331,7 @@ class TemporalConv(FrameSharded):
         if type(self.taps) is Taps:
             out = self.taps(x, past, future, clip, self.backend)
         else:  # an adapter's or a quantised layer, which takes what the product takes
-            out = x + self.taps(functional.temporal_windows(x, past, future, clip.chunk_frames, clip.start))
+            out = x + self.taps(functional.temporal_windows(x, past, future, clip.ends))
         return out, self._final_tail(x, clip, tail)
 
     def _final_tail(self, x: Tensor, clip: Clip, tail: Tensor | None) -> Tensor | None:
@@ -493,8 +492,8 @@ class VideoDiTBlock(nn.Module):
                 mask=clip.mask,
                 state=attn_state,
                 output_final_state=clip.active is not None,
-                chunk_frames=clip.chunk_frames,
                 frames_per_rank=clip.counts,
+                **clip.grid.facts,
             )
         else:
             h, attn_state = self.attn(h, clip, attn_state)
@@ -527,6 +526,9 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         ffn_expand_ratio: hidden width of the feed-forward, in widths of the model.
         cross_attention_dim: width of the text embeddings; None builds no cross-attention.
         chunk_frames: no frame sees past the end of its chunk of so many frames; None is bidirectional over the clip.
+        first_chunk_frames: frames of a clip's first chunk; None: as the others.
+        merge_tail: a tail shorter than chunk_frames joins the chunk before it, within one call; False: it is a chunk
+            of its own.
 
     Raises:
         ValueError: an argument out of its range.
@@ -552,6 +554,8 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         ffn_expand_ratio: float = 2.5,
         cross_attention_dim: int | None = None,
         chunk_frames: int | None = None,
+        first_chunk_frames: int | None = None,
+        merge_tail: bool = False,
     ) -> None:
         super().__init__()
         sizes = {
@@ -562,11 +566,9 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         }
         for name, size in sizes.items():
             checks.integer(name, size, 1)
-        optional = {
-            "out_channels": out_channels, "cross_attention_dim": cross_attention_dim, "chunk_frames": chunk_frames
-        }  # fmt: skip
-        for name, size in optional.items():
+        for name, size in {"out_channels": out_channels, "cross_attention_dim": cross_attention_dim}.items():
             checks.integer(name, size, 1, optional=True)
+        ChunkGrid(chunk_frames, first_chunk_frames, merge_tail)
         checks.integer("num_layers", num_layers, 0)
         checks.integer("softmax_every_n", softmax_every_n, 0)
         checks.integer("conv_kernel_size", conv_kernel_size, 0)
@@ -607,6 +609,8 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         encoder_attention_mask: Tensor | None = None,
         frame_mask: Tensor | None = None,
         chunk_frames: int | None = None,
+        first_chunk_frames: int | None = None,
+        merge_tail: bool | None = None,
         state: VideoDiTState | None = None,
         output_state: bool = False,
         frames_per_rank: list[int] | None = None,
@@ -621,7 +625,7 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
             encoder_attention_mask: (B, L), 1 or True where the text is no padding; None: no token is.
             frame_mask: (B, T) bool, False in frames that are padding: they reach no other frame, and their own output
                 is finite and means nothing. On all ranks or on none.
-            chunk_frames: a chunk's frames; None takes the configuration's.
+            chunk_frames, first_chunk_frames, merge_tail: the grid of chunks; None takes the configuration's.
             state: continue from here. The call's first frame is then the first of a chunk, and the same state is given
                 on all ranks.
             output_state: return the state after the last active frame, the same on all ranks.
@@ -632,16 +636,15 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
             ValueError: shapes that do not fit the configuration or one another; a text without cross-attention or the
                 reverse; a state asked for where frame_mask's active frames are not one prefix, equal in the batch.
         """
-        if chunk_frames is None:
-            chunk_frames = self.config.chunk_frames
         with checked(self.group, due=frames_per_rank is None):
             self._check(hidden_states, timestep, encoder_hidden_states, encoder_attention_mask, frame_mask)
             check_frames_per_rank(frames_per_rank, hidden_states.shape[2], self.group)
-            checks.integer("chunk_frames", chunk_frames, 1, optional=True)
+            asked = grid = self._grid(chunk_frames, first_chunk_frames, merge_tail)
             checks.flag("output_state", output_state)
             checks.flag("return_dict", return_dict)
             if state is not None:
-                self._check_state(state, hidden_states, chunk_frames)
+                self._check_state(state, hidden_states)
+                grid = grid.after("state", state.frames)
             batch, _, num_frames, height, width = hidden_states.shape
             patch_size = self.config.patch_size
             height, width = height // patch_size, width // patch_size
@@ -656,8 +659,8 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
             facts: dict[str, object] = {}
             if rank_and_size(self.group)[1] > 1:  # a process alone, compiled perhaps, has nobody to agree with
                 facts = {
-                    **{name: value for name, value in self.config.items() if not name.startswith("_")},
-                    "hidden_states": described(hidden_states, 2), "dtype": x.dtype, "chunk_frames": chunk_frames,
+                    **{name: value for name, value in self.config.items() if not name.startswith("_")}, **asked.facts,
+                    "hidden_states": described(hidden_states, 2), "dtype": x.dtype,
                     "encoder_hidden_states": described(encoder_hidden_states),
                     "encoder_attention_mask": described(encoder_attention_mask),
                     "frame_mask": described(frame_mask, 1), "output_state": output_state,
@@ -667,7 +670,7 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
 
         # 2. Where these frames are in the clip
         call = Call("VideoDiT", facts, num_frames)
-        clip = self._locate(call, x, height, width, frame_mask, chunk_frames, state, output_state, frames_per_rank)
+        clip = self._locate(call, x, height, width, frame_mask, grid, state, output_state, frames_per_rank)
 
         # 3. Noise levels and text
         features = timestep_features(timestep, 256, at_least_float32(x.dtype)).to(x.dtype)
@@ -731,7 +734,7 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         height: int,
         width: int,
         mask: Tensor | None,
-        chunk_frames: int | None,
+        grid: ChunkGrid,
         state: VideoDiTState | None,
         output_state: bool,
         frames_per_rank: list[int] | None,
@@ -740,6 +743,8 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         num_frames, head_dim = call.frames, self.config.attention_head_dim
         counts, _, call = agree(call, self.group, frames_per_rank, positions=True, check=False)
         start, total = sum(counts[:rank]), sum(counts)
+        if state is not None and state.frames:
+            grid.check_tail(total)
         clip_mask = None if mask is None else gather_frames(mask, self.group, counts, call)
         active = None
         if output_state:
@@ -752,13 +757,19 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
             total=total,
             height=height,
             width=width,
-            chunk_frames=chunk_frames,
+            grid=grid,
             rotary=rotary_table(head_dim, first, num_frames, height, width, like=x),
             mask=mask,
             clip_mask=clip_mask,
             active=active,
             call=call.brief(),
         )
+
+    def _grid(self, chunk_frames: int | None, first_chunk_frames: int | None, merge_tail: bool | None) -> ChunkGrid:
+        """The grid of chunks of a call: what is None is the configuration's."""
+        named = {"chunk_frames": chunk_frames, "first_chunk_frames": first_chunk_frames, "merge_tail": merge_tail}
+        given = {name: value for name, value in named.items() if value is not None}
+        return ChunkGrid(**{**ChunkGrid.of(self.config).facts, **given})
 
     def _check(
         self,
@@ -799,17 +810,12 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         if frame_mask is not None:
             checks.tensor("frame_mask", frame_mask, (batch, num_frames), dtype=torch.bool, beside=beside)
 
-    def _check_state(self, state: VideoDiTState, hidden_states: Tensor, chunk_frames: int | None) -> None:
+    def _check_state(self, state: VideoDiTState, hidden_states: Tensor) -> None:
         if not isinstance(state, VideoDiTState):
             raise ValueError(f"state must be None or a VideoDiTState, got {checks.shown(state)}")
         checks.integer("state.frames", state.frames, 0)
         if len(state.blocks) != len(self.blocks):
             raise ValueError(f"the state is of {len(state.blocks)} blocks, the model has {len(self.blocks)}")
-        if chunk_frames is not None and state.frames % chunk_frames:
-            raise ValueError(
-                f"a call begins with a chunk, but the state stands after {state.frames} frames, inside a chunk of "
-                f"{chunk_frames}"
-            )
         batch, _, _, height, width = hidden_states.shape
         tokens = (height // self.config.patch_size) * (width // self.config.patch_size)
         heads, head_dim = self.config.num_attention_heads, self.config.attention_head_dim

@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from frame_gdn import BidirectionalGDN, GDNState
+from frame_gdn.chunks import ChunkGrid
 from frame_gdn.layer import SILU_ONE, TemporalShortConv, main_branch_state_dict
 from tests.helpers import assert_every_gradient_says_something, fill_randomly, relative_error
 
@@ -66,7 +67,7 @@ def test_short_convolution_weighs_past_and_future_alike_and_counts_its_centre_on
     x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 4, 1, 1)
     zeros = torch.zeros(1, 2, 1, 1)
     assert conv(x, zeros, zeros).flatten().tolist() == [1 + 20 + 300, 2 + 40 + 400, 3 + 60 + 100, 4 + 30 + 200]
-    chunked = conv(x, zeros, zeros, chunk_frames=2)
+    chunked = conv(x, zeros, zeros, ChunkGrid(2).ends(0, T))
     assert chunked.flatten().tolist() == [1 + 20, 2 + 10, 3 + 60 + 100, 4 + 30 + 200]
 
 

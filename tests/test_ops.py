@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from frame_gdn import BidirectionalGDN
+from frame_gdn.chunks import ChunkGrid
 from frame_gdn.gdn import GDNState, bidirectional_gdn
 from frame_gdn.ops import gdn_scan_op
 
@@ -53,18 +54,18 @@ def test_a_layer_compiles_whole():
 def test_the_operator_keeps_the_rules_of_operators():
     torch.library.opcheck(
         gdn_scan_op,
-        (*inputs(torch.float64), *[None] * 7, True, 1e-6, None, "torch", "default"),
+        (*inputs(torch.float64), *[None] * 7, True, 1e-6, [1, 2, 9], True, "torch", "default"),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"),
     )
 
 
-@pytest.mark.parametrize("chunk_frames", [None, 2])
-def test_one_graph_serves_every_length(chunk_frames):
+@pytest.mark.parametrize("grid", [ChunkGrid(), ChunkGrid(2), ChunkGrid(2, 3), ChunkGrid(2, 3, True)], ids=str)
+def test_one_graph_serves_every_length(grid):
     torch.compiler.reset()
     layer = fill_randomly(BidirectionalGDN(24, 3))
     graphs = CompileCounter()
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=graphs)
     for T in range(3, 14):
         x = torch.randn(1, T * 5, 24)
-        assert torch.equal(compiled(x, T, chunk_frames=chunk_frames)[0], layer(x, T, chunk_frames=chunk_frames)[0])
+        assert torch.equal(compiled(x, T, **grid.facts)[0], layer(x, T, **grid.facts)[0])
     assert graphs.frame_count == 1

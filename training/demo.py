@@ -26,6 +26,7 @@ from diffusers.utils import logging
 from torch import Tensor
 
 from frame_gdn import FrameGDNRolloutPipeline
+from frame_gdn.chunks import ChunkGrid
 from models import VideoDiT
 from training.checkpoints import read_metrics
 from training.cli import run
@@ -95,8 +96,7 @@ def roll_out(config: TrainConfig, output_dir: Path) -> dict[str, Any]:
     transformer = load_safely(VideoDiT, output_dir, "transformer")
     pipeline = FrameGDNRolloutPipeline.from_pretrained(output_dir, transformer=transformer)
     pipeline.set_progress_bar_config(disable=True)
-    chunk_frames = pipeline.transformer.config.chunk_frames
-    num_given = 1 + codec.frame_ratio * (chunk_frames - 1)
+    num_given = 1 + codec.frame_ratio * (ChunkGrid.of(pipeline.transformer.config).bounds(0)[1] - 1)
     starts = {name.split("/")[0]: index for index, name in reversed(list(enumerate(data.names)))}
 
     rows, scores = [], []

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from frame_gdn import FrameGDNRolloutPipeline
+from frame_gdn.chunks import ChunkGrid
 
 
-def check_continuation(num_frames: int, chunk_frames: int) -> None:
+def check_continuation(num_frames: int, grid: ChunkGrid) -> None:
     """Raises ValueError where a clip of so many latent frames has no whole chunk after its first one."""
-    if num_frames < 2 * chunk_frames:
+    if num_frames < grid.bounds(1)[1]:
         raise ValueError(
             f"a rollout continues a clip's first chunk, but a clip of {num_frames} latent frames has no second one of "
-            f"{chunk_frames}: validate with longer clips, or without validation_steps"
+            f"{grid.chunk_frames}: validate with longer clips, or without validation_steps"
         )
 
 
@@ -36,13 +37,13 @@ def continue_clip(
         ValueError: a clip without a second chunk.
     """
     latents = clip["latents"]
-    check_continuation(latents.shape[1], pipeline.transformer.config.chunk_frames)
+    grid = ChunkGrid.of(pipeline.transformer.config)
+    check_continuation(latents.shape[1], grid)
     text_fields = [name for name in ("prompt_embeds", "prompt_attention_mask") if name in clip]
-    chunk_frames = pipeline.transformer.config.chunk_frames
-    given = latents[None, :, :chunk_frames]
+    given = latents[None, :, : grid.bounds(0)[1]]
     output = pipeline(
         given,
-        num_chunks=latents.shape[1] // chunk_frames - 1,
+        num_chunks=grid.index(latents.shape[1]) - 1,  # that begin and end in the clip, but for the first
         num_inference_steps=num_inference_steps,
         generator=torch.Generator().manual_seed(seed),
         **{name: clip[name][None].to(pipeline.device) for name in text_fields},

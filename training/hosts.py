@@ -18,6 +18,7 @@ from diffusers.utils import recurse_remove_peft_layers
 from torch import Tensor, nn
 
 from frame_gdn import hosts, swap
+from frame_gdn.chunks import ChunkGrid
 from models import VideoDiT
 from training.pretrained import load_safely
 
@@ -59,9 +60,9 @@ def load_transformer(name_or_path: str, dtype: torch.dtype, model: dict[str, Any
     return swap(loaded, **swapping)
 
 
-def chunk_frames_of(model: nn.Module) -> int | None:
-    """Latent frames a chunk, of a model that is chunk-causal."""
-    return model.config.chunk_frames if isinstance(model, VideoDiT) else model.chunk_frames
+def grid_of(model: Any) -> ChunkGrid:
+    """The grid of chunks that a model's configuration holds, in latent frames."""
+    return ChunkGrid.of(model.config)
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
@@ -237,7 +238,7 @@ def _wan(model, latents, timestep, text, batch, frames, counts) -> dict[str, Any
 def time_of_tokens(model: Any, latents: Tensor, timestep: Tensor) -> Tensor:
     """(B, T) as SanaVideo and Wan take it: (B,) where all frames share a level, which they do without chunks, else
     (B, N)."""
-    if model.chunk_frames is None:
+    if grid_of(model).chunk_frames is None:
         return timestep[:, 0]
     length, height, width = model.config.patch_size
     tokens = (latents.shape[3] // height) * (latents.shape[4] // width)

@@ -8,6 +8,7 @@ for: a new chunk from chunks that are finished.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from diffusers.training_utils import compute_density_for_timestep_sampling
 from torch import Tensor
 
+from frame_gdn.chunks import ChunkGrid
 from training.config import ObjectiveConfig
 
 SMALLEST_LEVEL = 1e-3
@@ -43,7 +45,13 @@ def split_frames(num_frames: int, num_ranks: int) -> list[int]:
 
 
 def sample_noise(
-    config: ObjectiveConfig, shape: tuple[int, ...], sample_ids: list[int], seed: int, chunk_frames: int | None = None
+    config: ObjectiveConfig,
+    shape: tuple[int, ...],
+    sample_ids: list[int],
+    seed: int,
+    chunk_frames: int | None = None,
+    first_chunk_frames: int | None = None,
+    merge_tail: bool = False,
 ) -> Noise:
     """Noise and noise levels of whole clips, each drawn from (seed, the sample's number in the run) alone.
 
@@ -53,20 +61,21 @@ def sample_noise(
     Args:
         shape: (C, T, h, w) of one clip.
         sample_ids: the number of each sample of the batch, counted from the start of the run.
-        chunk_frames: latent frames a chunk; None: the clip is one chunk.
+        chunk_frames, first_chunk_frames, merge_tail: the grid of chunks in latent frames, as the model has it; a chunk
+            has one level.
     """
+    grid = ChunkGrid(chunk_frames, first_chunk_frames, merge_tail)
+    lengths = [last - first for first, last, _ in grid.horizons(0, shape[1], shape[1])]
     draws = [
-        _sample_one(config, shape, chunk_frames or shape[1], torch.Generator().manual_seed(_mix(seed, number)))
-        for number in sample_ids
+        _sample_one(config, shape, lengths, torch.Generator().manual_seed(_mix(seed, number))) for number in sample_ids
     ]
     return Noise(*(torch.stack(tensors) for tensors in zip(*draws, strict=True)))
 
 
 def _sample_one(
-    config: ObjectiveConfig, shape: tuple[int, ...], chunk_frames: int, generator: torch.Generator
+    config: ObjectiveConfig, shape: tuple[int, ...], lengths: Sequence[int], generator: torch.Generator
 ) -> Noise:
-    num_frames = shape[1]
-    num_chunks = -(-num_frames // chunk_frames)
+    num_chunks = len(lengths)
     levels = compute_density_for_timestep_sampling(
         config.weighting_scheme,
         num_chunks,
@@ -81,7 +90,7 @@ def _sample_one(
     if num_chunks > 1:
         clean_chunks = torch.randint(1, num_chunks, (), generator=generator) * is_prefixed
         levels = levels * (torch.arange(num_chunks) >= clean_chunks)
-    sigmas = levels.repeat_interleave(chunk_frames)[:num_frames]
+    sigmas = levels.repeat_interleave(torch.tensor(lengths))
     return Noise(torch.randn(shape, generator=generator), sigmas)
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from .. import checks
+from ..chunks import ChunkGrid
 from ..functional import ATTENTIONS
 from ..kernels.backends import BACKENDS
 from ..parallel import FrameSharded
@@ -33,8 +34,11 @@ HOSTS = {
     "WanTransformer3DModel": "wan",
 }
 
+#: The entries of a model's configuration, and the options of `swap`, that make its grid of chunks.
+GRID_ENTRIES = ("chunk_frames", "first_chunk_frames", "merge_tail")
+
 #: Entry of a model's configuration -> the option of `swap` that it holds. (`frame_gdn.hosts.configuration` says more.)
-CONFIG_ENTRIES = {"gdn_blocks": "blocks", "start_scale": "start_scale", "chunk_frames": "chunk_frames"}
+CONFIG_ENTRIES = {"gdn_blocks": "blocks", "start_scale": "start_scale", **{name: name for name in GRID_ENTRIES}}
 
 #: The entry in which earlier versions kept all options of SanaVideo and Wan; it is read, and replaced by the others.
 EARLIER_ENTRY = "frame_gdn"
@@ -47,6 +51,8 @@ class SwapOptions:
     blocks: Sequence[int] | None = None
     start_scale: float | None = None
     chunk_frames: int | None = None
+    first_chunk_frames: int | None = None
+    merge_tail: bool = False
     backend: str = "auto"
     attention: str = "auto"
 
@@ -54,9 +60,14 @@ class SwapOptions:
         if self.blocks is not None:
             checks.integers("blocks", self.blocks, 0)
         checks.number("start_scale", self.start_scale, 0, above=True, optional=True)
-        checks.integer("chunk_frames", self.chunk_frames, 1, optional=True)
+        ChunkGrid(self.chunk_frames, self.first_chunk_frames, self.merge_tail)
         checks.choice("backend", self.backend, BACKENDS)
         checks.choice("attention", self.attention, ATTENTIONS)
+
+    @property
+    def grid(self) -> ChunkGrid:
+        """The grid of chunks."""
+        return ChunkGrid(self.chunk_frames, self.first_chunk_frames, self.merge_tail)
 
     def chosen(self, total: int) -> list[int]:
         """The indices of the chosen blocks out of `total`, all where none were named; ValueError outside the range."""
@@ -77,17 +88,23 @@ class Swapped(FrameSharded):
     Attributes:
         added: names of what a replacement adds to the instance (children, parameters, plain attributes): deleted when
             the host's class returns.
-        backend, attention, chunk_frames: as in `swap`.
+        backend, attention: as in `swap`.
+        grid: the grid of chunks.
     """
 
     added: ClassVar[tuple[str, ...]] = ()
     backend: str = "auto"
     attention: str = "auto"
-    chunk_frames: int | None = None
+    grid: ChunkGrid = ChunkGrid()
 
     if TYPE_CHECKING:  # its children are the host's, whose types nobody stated
 
         def __getattr__(self, name: str) -> Any: ...
+
+    @property
+    def chunk_frames(self) -> int | None:
+        """Frames of a chunk, as in `swap`."""
+        return self.grid.chunk_frames
 
     @classmethod
     def host_class(cls) -> type[nn.Module]:
@@ -112,7 +129,7 @@ class Swapped(FrameSharded):
         for name in self.added:
             if hasattr(self, name):
                 delattr(self, name)
-        for name in ("group", "backend", "attention", "chunk_frames"):
+        for name in ("group", "backend", "attention", "grid"):
             self.__dict__.pop(name, None)
         after = set(self.state_dict())
         self.__class__ = self.host_class()  # type: ignore[assignment]

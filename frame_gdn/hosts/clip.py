@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from .. import functional, parallel
 from ..agreement import Call, described
+from ..chunks import ChunkEnds, ChunkGrid
 from . import Swapped
 
 
@@ -32,7 +33,7 @@ class Span:
 
     Attributes:
         counts: every rank's number of frames; `start` ... `start + frames - 1` of them are here.
-        chunk_frames: no frame sees past the end of its chunk; None means one chunk.
+        grid: the grid of chunks, past whose ends no frame sees; None: one chunk.
         call: what the ranks of a group compare the messages of this call by.
         mask: (B, T_local) bool, the frames here that are not padding; `clip_mask` (B, T) those of all ranks. None: all
             are.
@@ -41,7 +42,7 @@ class Span:
     counts: list[int]
     start: int
     frames: int
-    chunk_frames: int | None
+    grid: ChunkGrid
     call: Call | None = field(default=None, kw_only=True)
     mask: Tensor | None = field(default=None, kw_only=True)
     clip_mask: Tensor | None = field(default=None, kw_only=True)
@@ -49,19 +50,16 @@ class Span:
     @property
     def is_plain(self) -> bool:
         """All frames are here and see one another: what the host does by itself is right."""
-        return self.chunk_frames is None and len(self.counts) == 1
+        return self.grid.chunk_frames is None and len(self.counts) == 1
 
     def horizons(self) -> Iterator[tuple[int, int, int]]:
         """(first, last, end): of the frames here, first ... last - 1 attend to frames 0 ... end - 1 of the clip."""
-        total, stop = sum(self.counts), self.start + self.frames
-        first = self.start
-        while first < stop:
-            end = total
-            if self.chunk_frames is not None:
-                end = min((first // self.chunk_frames + 1) * self.chunk_frames, total)
-            last = min(end, stop)
-            yield first - self.start, last - self.start, end
-            first = last
+        return (self.grid or ChunkGrid()).horizons(self.start, self.start + self.frames, sum(self.counts))
+
+    @property
+    def ends(self) -> ChunkEnds | None:
+        """The ends of chunks, counted from the first frame here."""
+        return self.grid.ends(self.start, sum(self.counts))
 
     def to(self, device: torch.device) -> "Span":
         """The same for a block that lives on this device."""
@@ -105,7 +103,7 @@ def locate(
         mask = None if frame_valid_mask is None else as_bool(frame_valid_mask, x.shape[0], frames).to(x.device)
     seen = {
         "B": x.shape[0], "dtype": x.dtype, "frame_valid_mask": described(mask, 1),
-        "chunk_frames": site.chunk_frames, "backend": site.backend, "attention": site.attention,
+        **site.grid.facts, "backend": site.backend, "attention": site.attention,
     }  # fmt: skip
     call = Call(type(site).__name__, {**(facts or {}), **seen}, frames)
     counts, _, call = parallel.agree(call, site.group, None, positions=True, check=False)
@@ -115,7 +113,7 @@ def locate(
     rank, _ = parallel.rank_and_size(site.group)
     brief = call.brief() if len(counts) > 1 else None
     clip_mask = None if mask is None else parallel.gather_frames(mask, site.group, counts, brief)
-    return Span(counts, sum(counts[:rank]), frames, site.chunk_frames, call=brief, mask=mask, clip_mask=clip_mask)
+    return Span(counts, sum(counts[:rank]), frames, site.grid, call=brief, mask=mask, clip_mask=clip_mask)
 
 
 def as_bool(mask: Tensor, batch: int, frames: int) -> Tensor:

@@ -26,9 +26,9 @@ class ConfiguredModel(Swapped):
     _internal_dict: FrozenDict
 
     def to_json_string(self) -> str:
-        """The configuration as it is saved: without options that are None, of which a stock class would warn."""
+        """The configuration as it is saved: without options at their default, of which a stock class would warn."""
         saved = json.loads(super().to_json_string())  # type: ignore[misc]
-        kept = {key: value for key, value in saved.items() if value is not None or key not in CONFIG_ENTRIES}
+        kept = {key: value for key, value in saved.items() if value not in (None, False) or key not in CONFIG_ENTRIES}
         return json.dumps(kept, indent=2, sort_keys=True) + "\n"
 
     def release(self) -> list[str]:
@@ -46,13 +46,14 @@ def present(model: Any) -> SwapOptions:
 def read(config: Mapping[str, Any], **means: Any) -> SwapOptions:
     """The options that a configuration holds, beside those of how to compute it, which are in none; ValueError for
     what `swap` does not take."""
-    options: dict[str, Any] = {option: config.get(entry) for entry, option in CONFIG_ENTRIES.items()}
+    entries = {entry: config.get(entry) for entry in CONFIG_ENTRIES}
+    options = {CONFIG_ENTRIES[entry]: value for entry, value in entries.items() if value is not None}
     earlier = config.get(EARLIER_ENTRY)
     if earlier is not None:
         known = [field.name for field in fields(SwapOptions)]
         if not isinstance(earlier, Mapping) or not set(earlier) <= set(known):
             raise ValueError(f"config.{EARLIER_ENTRY} must be a mapping of {', '.join(known)}, got {earlier!r}")
-        options = {**options, **{name: value for name, value in earlier.items() if name in options}}
+        options = {**options, **{name: value for name, value in earlier.items() if name in CONFIG_ENTRIES.values()}}
     return SwapOptions(**options, **means)
 
 

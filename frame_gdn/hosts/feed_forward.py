@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from .. import functional
+from ..chunks import ChunkEnds
 from . import Swapped
 
 
@@ -16,8 +17,7 @@ class Frames:
 
     past: Tensor | None
     future: Tensor | None
-    chunk_frames: int | None
-    first_frame: int
+    ends: ChunkEnds | None
 
 
 class Conv2d(Swapped, nn.Conv2d):
@@ -43,8 +43,7 @@ class Conv2d(Swapped, nn.Conv2d):
                 self.weight.squeeze(-1).transpose(1, 2).flatten(1),
                 frames.past,
                 frames.future,
-                chunk_frames=frames.chunk_frames,
-                first_frame=frames.first_frame,
+                ends=frames.ends,
                 backend=self.backend,
             )
         elif self.kernel_size == (1, 1) and self.groups == 1:

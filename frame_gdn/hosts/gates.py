@@ -14,7 +14,7 @@ from torch.nn.utils import skip_init
 from .. import checks, functional, parallel
 from ..gdn import bidirectional_gdn
 from ..kernels.types import accumulation_dtype
-from . import SwapOptions, Swapped, refuse_hooks
+from . import GRID_ENTRIES, SwapOptions, Swapped, refuse_hooks
 from .clip import Span, as_values, facts_of, locate, pairs, rotary_tables
 from .configuration import ConfiguredModel, write
 
@@ -22,7 +22,7 @@ from .configuration import ConfiguredModel, write
 START_FORGETTING = 1e-4
 
 #: The entries of a model's configuration by which its gates are made again.
-ENTRIES = ("gdn_blocks", "start_scale", "chunk_frames")
+ENTRIES = ("gdn_blocks", "start_scale", *GRID_ENTRIES)
 
 
 class GatedAttention(Swapped):
@@ -95,7 +95,7 @@ class GatedAttention(Swapped):
         decay = functional.decay(gate, self.A_log, self.dt_bias)
         out, _ = bidirectional_gdn(
             q, k, v, self.beta_proj(x).sigmoid(), decay,
-            rotary=pairs(rotary_emb), chunk_frames=clip.chunk_frames,
+            rotary=pairs(rotary_emb), **clip.grid.facts,
             group=self.group, frames_per_rank=clip.counts, backend=self.backend,
         )  # fmt: skip
         return rearrange(out, "b n h d -> b n (h d)")
@@ -143,4 +143,4 @@ def open_gates(
     for attention in attentions.values():
         assert isinstance(attention, GatedAttention)
         attention.add_gates(start_scale)
-    write(model, dict(zip(ENTRIES, (sorted(attentions), start_scale, options.chunk_frames), strict=True)))
+    write(model, {"gdn_blocks": sorted(attentions), "start_scale": start_scale, **options.grid.facts})

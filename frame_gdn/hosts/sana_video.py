@@ -46,7 +46,7 @@ def replace(model: nn.Module, options: SwapOptions) -> None:
         [(model, SanaVideoTransformer3DModel), *_sites(model)],
         backend=options.backend,
         attention=options.attention,
-        chunk_frames=options.chunk_frames,
+        grid=options.grid,
     )
     open_gates(model, {index: blocks[index].attn1 for index in chosen}, options, START_SCALE)
 
@@ -128,7 +128,7 @@ class GLUMBTempConv(Swapped, host.GLUMBTempConv):
         if len(clip.counts) > 1:
             past, future = parallel.halo(x, 1, 1, self.group, clip.counts, clip.call)
         if type(self.conv_temp) is Conv2d:
-            frames = Frames(past, future, clip.chunk_frames, clip.start)
+            frames = Frames(past, future, clip.ends)
             x = self.conv_temp(rearrange(x, "b t s c -> b c t s"), frames=frames)
             x = rearrange(x, "b c t s -> b t s c")
         else:
@@ -145,17 +145,12 @@ class GLUMBTempConv(Swapped, host.GLUMBTempConv):
 
         x (B, T_local, S, C), past and future (B, 1, S, C) or None for zeros -> like x.
         """
-        start, stop, total = clip.start, clip.start + clip.frames, sum(clip.counts)
         before, after = (x.new_zeros(x[:, :1].shape) if t is None else t for t in (past, future))
         around = rearrange(torch.cat([before, x, after], 1), "b t s c -> b c t s")  # frame t is at t - start + 1
-        size = clip.chunk_frames or total
-        ends = [end for end in range(start + 1, stop + 1) if end % size == 0 or end == stop]
-        out, first = [], start
-        for end in ends:
-            sees_next = end == stop and end % size != 0
-            window = around[:, :, first - start : end - start + 1 + sees_next]
-            out.append(self.conv_temp(window)[:, :, 1 : end - first + 1])
-            first = end
+        out = []
+        for first, last, end in clip.horizons():
+            sees_next = end > clip.start + last  # the chunk goes on in the next shard
+            out.append(self.conv_temp(around[:, :, first : last + 1 + sees_next])[:, :, 1 : last - first + 1])
         return rearrange(torch.cat(out, 2), "b c t s -> b t s c")
 
 
@@ -195,8 +190,8 @@ class SanaVideoTransformer3DModel(GatedModel, host.SanaVideoTransformer3DModel):
 
     Args:
         gdn_blocks: `blocks` of `swap`.
-        start_scale, chunk_frames: as in `swap`.
-        frame_gdn: the three as a mapping, as earlier versions saved them; the other arguments are the host's.
+        start_scale, chunk_frames, first_chunk_frames, merge_tail: as in `swap`.
+        frame_gdn: options as a mapping, as earlier versions saved them; the other arguments are the host's.
     """
 
     _keep_in_fp32_modules = ["A_log", "dt_bias"]

@@ -43,7 +43,7 @@ def replace(model: nn.Module, options: SwapOptions) -> None:
         [(model, WanTransformer3DModel), *_sites(model)],
         backend=options.backend,
         attention=options.attention,
-        chunk_frames=options.chunk_frames,
+        grid=options.grid,
     )
     open_gates(model, {index: blocks[index].attn1 for index in chosen}, options, START_SCALE)
 
@@ -137,7 +137,7 @@ class WanTransformer3DModel(GatedModel, host.WanTransformer3DModel):
 
     Args:
         gdn_blocks: `blocks` of `swap`.
-        start_scale, chunk_frames: as in `swap`.
+        start_scale, chunk_frames, first_chunk_frames, merge_tail: as in `swap`.
         frame_gdn: the three as a mapping, as earlier versions saved them; the other arguments are the host's.
     """
 

@@ -27,6 +27,19 @@ def naive_frame_scan(
     return torch.stack(all_S, 1), torch.stack(all_z, 1)
 
 
+def _borders(T: int, chunk_frames: int | None, first_chunk_frames: int | None, merge_tail: bool) -> list[int]:
+    """The frames, but for frame 0, at which a chunk begins."""
+    if chunk_frames is None:
+        return []
+    borders, border = [], first_chunk_frames or chunk_frames
+    while border < T:
+        borders.append(border)
+        border += chunk_frames
+    if merge_tail and borders and T - borders[-1] < chunk_frames:
+        borders.pop()
+    return borders
+
+
 def naive_bidirectional_gdn(
     q: Tensor,
     k: Tensor,
@@ -39,6 +52,8 @@ def naive_bidirectional_gdn(
     mask: Tensor | None = None,
     initial_state: tuple[Tensor, Tensor] | None = None,
     chunk_frames: int | None = None,
+    first_chunk_frames: int | None = None,
+    merge_tail: bool = False,
     normalize: bool = True,
     eps: float = 1e-15,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -74,8 +89,9 @@ def naive_bidirectional_gdn(
 
     R, y = torch.zeros_like(S), torch.zeros_like(z)
     reverse = [(R, y)] * T
+    borders = set(_borders(T, chunk_frames, first_chunk_frames, merge_tail))
     for t in reversed(range(T)):
-        if chunk_frames is not None and (t + 1) % chunk_frames == 0:
+        if t + 1 in borders:
             R, y = torch.zeros_like(R), torch.zeros_like(y)
         reverse[t] = (R, y)
         R = R @ W[:, :, t] + U[:, :, t]

@@ -7,23 +7,26 @@ of x is all that is moved besides.
 A `torch.library` operator of ordinary PyTorch, for any device; only inputs are kept for the backward pass.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def sees_next(frame: int, chunk_frames: int | None) -> bool:
-    """Whether a frame of the clip sees the one after it: not where its chunk ends."""
-    return chunk_frames is None or (frame + 1) % chunk_frames != 0
+def _is_end(frame: int, ends: Sequence[int] | None) -> bool:
+    """Whether a frame is the last of its chunk, `ends` as `chunks.ChunkEnds`: it does not see the frame after it."""
+    if ends is None:
+        return False
+    first, period, stop = ends
+    return first <= frame < stop and (frame - first) % period == 0
 
 
-def _runs(frames: int, chunk_frames: int | None, first_frame: int) -> Iterator[slice]:
+def _runs(frames: int, ends: Sequence[int] | None) -> Iterator[slice]:
     """The frames here that see the next one, which is here too, in runs of neighbours."""
     begin = 0
     for t in range(frames):
-        if t == frames - 1 or not sees_next(first_frame + t, chunk_frames):
+        if t == frames - 1 or _is_end(t, ends):
             if begin < t:
                 yield slice(begin, t)
             begin = t + 1
@@ -49,10 +52,9 @@ def temporal_conv(
     past: Tensor | None,
     future: Tensor | None,
     weight: Tensor,
-    chunk_frames: int | None,
-    first_frame: int,
+    ends: Sequence[int] | None,
 ) -> Tensor:
-    """x_t + W₀ x_{t-1} + W₁ x_t + W₂ x_{t+1}, the last zero where a chunk ends.
+    """x_t + W₀ x_{t-1} + W₁ x_t + W₂ x_{t+1}, the last zero where a chunk ends (`ends` as `chunks.ChunkEnds`).
 
     x (B, T, S, C) contiguous, past and future (B, 1, S, C) or None for zeros, weight (C, 3 C) = [W₀, W₁, W₂], all of
     one dtype -> like x.
@@ -62,11 +64,11 @@ def temporal_conv(
     before, here, after = (w.t() for w in weight.chunk(3, 1))
     _add_product(out, slice(0, T), x, here)
     _add_product(out, slice(1, T), x[:, :-1], before)
-    for run in _runs(T, chunk_frames, first_frame):
+    for run in _runs(T, ends):
         _add_product(out, run, x[:, _after(run)], after)
     if past is not None and T:
         _add_product(out, slice(0, 1), past, before)
-    if future is not None and T and sees_next(first_frame + T - 1, chunk_frames):
+    if future is not None and T and not _is_end(T - 1, ends):
         _add_product(out, slice(T - 1, T), future, after)
     return out
 
@@ -78,8 +80,7 @@ def temporal_conv_backward(
     past: Tensor | None,
     future: Tensor | None,
     weight: Tensor,
-    chunk_frames: int | None,
-    first_frame: int,
+    ends: Sequence[int] | None,
 ) -> list[Tensor]:
     """Gradients of x, past, future and weight; empty where there is no such halo."""
     dout, x, T = dout.contiguous(), x.contiguous(), x.shape[1]
@@ -90,9 +91,10 @@ def temporal_conv_backward(
     _add_product(dx, slice(0, T), dout, here)
     _add_product(dx, slice(0, T - 1), dout[:, 1:], before)
     to_next = dout  # what flows to the next frame
-    if chunk_frames is not None:
-        ends = torch.arange(first_frame + 1, first_frame + T + 1, device=x.device) % chunk_frames == 0
-        to_next = dout.masked_fill(ends[:, None, None], 0)
+    if ends is not None:
+        t = torch.arange(T, device=x.device)
+        last = (t >= ends[0]) & (t < ends[2]) & ((t - ends[0]) % ends[1] == 0)
+        to_next = dout.masked_fill(last[:, None, None], 0)
     _add_product(dx, slice(1, T), to_next[:, :-1], after)
     dweight = torch.stack(
         [_outer(dout[:, 1:], x[:, :-1]), _outer(dout, x), _outer(to_next[:, :-1], x[:, 1:])], 1
@@ -133,7 +135,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     inputs = ctx.saved_tensors
     grads = temporal_conv_backward(dout, *inputs, *ctx.options)
-    return (*(None if x is None else d for x, d in zip(inputs, grads, strict=True)), None, None)
+    return (*(None if x is None else d for x, d in zip(inputs, grads, strict=True)), None)
 
 
 temporal_conv.register_autograd(_backward, setup_context=_save)

@@ -10,16 +10,19 @@ from torch.utils.checkpoint import checkpoint
 
 from frame_gdn import BidirectionalGDN, GDNState, bidirectional_gdn, cp_frame_gdn_scan, parallel
 from frame_gdn.agreement import PARTIAL, WORDS
+from frame_gdn.chunks import ChunkGrid
 from frame_gdn.kernels.naive import naive_bidirectional_gdn
 from tests.distributed.helpers import run_ranks, split
 from tests.helpers import assert_every_gradient_says_something, fill_randomly, relative_error
 from tests.test_gdn import clip
 
+GRIDS = [ChunkGrid(), ChunkGrid(1), ChunkGrid(2), ChunkGrid(3), ChunkGrid(2, 3), ChunkGrid(2, 1, True)]
 SHARDS = {1: [[4]], 2: [[3, 3], [5, 1], [0, 4]], 3: [[2, 2, 2], [1, 0, 4]], 4: [[2, 1, 3, 1], [0, 3, 0, 2]]}
 
 
-def compare(rank, size, sizes, D, chunk_frames, masked, rotary, normalize, rounds, known):
+def compare(rank, size, sizes, D, grid, masked, rotary, normalize, rounds, known):
     parallel.MAX_GATHER_RANKS = 1 if rounds else 16
+    consumed = 2 if grid.first_chunk_frames is None else 0
     T, S, eps = sum(sizes), 3, 1e-3
     tensors, mask = clip(T=T, S=S, D=D, masked=masked)
     if not rotary:
@@ -38,18 +41,18 @@ def compare(rank, size, sizes, D, chunk_frames, masked, rotary, normalize, round
         out, final = bidirectional_gdn(
             *(x[name] for name in ("q", "k", "v", "beta", "decay")),
             q_rot=x.get("q_rot"), k_rot=x.get("k_rot"), mask=local_mask,
-            initial_state=GDNState(x["S0"], x["z0"], 2), output_final_state=True,
-            chunk_frames=chunk_frames, normalize=normalize, eps=eps,
+            initial_state=GDNState(x["S0"], x["z0"], consumed), output_final_state=True,
+            **grid.facts, normalize=normalize, eps=eps,
             group=dist.group.WORLD, frames_per_rank=sizes if known else None,
         )  # fmt: skip
-        assert final.frames == 2 + (T if mask is None else int(mask[0].sum()))
+        assert final.frames == consumed + (T if mask is None else int(mask[0].sum()))
         return out, final.S, final.z
 
     out, S_end, z_end = checkpoint(call, *local.values(), use_reentrant=False) if known else call(*local.values())
     expected, (S_ref, z_ref) = naive_bidirectional_gdn(
         *(tensors[name] for name in ("q", "k", "v", "beta", "decay")),
         q_rot=tensors["q_rot"], k_rot=tensors["k_rot"], mask=mask, initial_state=(tensors["S0"], tensors["z0"]),
-        chunk_frames=chunk_frames, normalize=normalize, eps=eps,
+        **grid.facts, normalize=normalize, eps=eps,
     )  # fmt: skip
     errors = {"out": relative_error(out, expected[:, tokens]), "S": relative_error(S_end, S_ref)}
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -74,7 +77,7 @@ def compare(rank, size, sizes, D, chunk_frames, masked, rotary, normalize, round
             reference = reference[:, frames] if name == "decay" else reference[:, tokens]
         errors[f"d{name}"] = relative_error(grad, reference)
     bad = {name: error for name, error in errors.items() if not error <= 1e-12}
-    assert not bad, f"rank {rank} {sizes} D {D} chunk {chunk_frames} masked {masked} rounds {rounds}: {bad}"
+    assert not bad, f"rank {rank} {sizes} D {D} {grid} masked {masked} rounds {rounds}: {bad}"
 
 
 def compare_all(rank, size, cases):
@@ -85,17 +88,19 @@ def compare_all(rank, size, cases):
 @pytest.mark.parametrize("size", SHARDS)
 def test_values_and_gradients_equal_the_loop_over_all_ranks_frames(size):
     cases = [
-        (sizes, 6, chunk_frames, masked, True, True, rounds, rounds)
+        (sizes, 6, grid, masked, True, True, rounds, rounds)
         for sizes in SHARDS[size]
-        for chunk_frames in (None, 1, 2, 3)
+        for grid in GRIDS
         for masked in (False, True)
         for rounds in (False, True)
         if not (rounds and size == 1)
     ]
     cases += [
-        (sizes, 5, None, True, rotary, not rotary, False, False) for sizes in SHARDS[size] for rotary in (False, True)
+        (sizes, 5, GRIDS[0], True, rotary, not rotary, False, False)
+        for sizes in SHARDS[size]
+        for rotary in (False, True)
     ]
-    cases += [(SHARDS[size][-1], 112, 2, True, True, normalize, False, False) for normalize in (False, True)]
+    cases += [(SHARDS[size][-1], 112, GRIDS[2], True, True, normalize, False, False) for normalize in (False, True)]
     run_ranks(size, compare_all, cases, timeout_s=180)
 
 

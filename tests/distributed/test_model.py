@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from frame_gdn import parallelize
+from frame_gdn.chunks import ChunkGrid
 from frame_gdn.parallel import FrameSharded
 from models import VideoDiT, VideoDiTState
 from tests.distributed.helpers import run_ranks, split
@@ -25,9 +26,14 @@ TOLERANCE = 1e-11
 
 #: By number of ranks: uneven, empty, shorter than the halo of the short convolution, cut within a chunk.
 SHARDS = {1: [[7]], 2: [[3, 4], [6, 1]], 3: [[1, 4, 2], [4, 0, 3]], 4: [[2, 2, 2, 1], [0, 1, 0, 6]]}
-#: (chunk_frames, padded at the end, under checkpointing). A state after 6 frames stands at the border of chunks of 2
+#: (grid of chunks, padded at the end, under checkpointing). A state after 6 frames stands at the border of chunks of 2
 #: and of 3, as a call that continues must; the clip of 7 frames is continued where it has no chunks.
-CASES = [(None, True, False), (2, True, True), (3, True, False), (2, False, False)]
+CASES = [
+    (ChunkGrid(), True, False),
+    (ChunkGrid(2), True, True),
+    (ChunkGrid(3), True, False),
+    (ChunkGrid(2, 3, True), False, False),
+]
 
 
 class Expected(NamedTuple):
@@ -39,18 +45,18 @@ class Expected(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def case(chunk_frames: int | None, padded: bool) -> tuple[VideoDiT, dict[str, Tensor], Tensor]:
+def case(grid: ChunkGrid, padded: bool) -> tuple[VideoDiT, dict[str, Tensor], Tensor]:
     """A model, its inputs of the whole clip, and the frames that are no padding."""
     mask = (torch.arange(7) < 6).expand(2, 7) if padded else torch.ones(2, 7, dtype=torch.bool)
     inputs = {**tiny_inputs(7), **({"frame_mask": mask} if padded else {})}
-    return tiny_model(chunk_frames=chunk_frames), inputs, mask
+    return tiny_model(**grid.facts), inputs, mask
 
 
-def in_one_process(chunk_frames: int | None, padded: bool) -> Expected:
-    model, inputs, mask = case(chunk_frames, padded)
+def in_one_process(grid: ChunkGrid, padded: bool) -> Expected:
+    model, inputs, mask = case(grid, padded)
     output = model(**inputs, output_state=True)
     loss, continued = weighted_sum(select(output.sample, mask)), None
-    if continues(chunk_frames, padded):
+    if continues(grid, padded):
         continued = model(**inputs, state=output.state.detach()).sample
         loss = loss + weighted_sum(select(continued, mask))
         continued = continued.detach()
@@ -59,15 +65,15 @@ def in_one_process(chunk_frames: int | None, padded: bool) -> Expected:
     return Expected(output.sample.detach(), state, continued, gradients(model))
 
 
-def continues(chunk_frames: int | None, padded: bool) -> bool:
-    return padded or chunk_frames is None
+def continues(grid: ChunkGrid, padded: bool) -> bool:
+    return padded or grid.chunk_frames is None
 
 
 def compare(
-    rank: int, sizes: list[int], chunk_frames: int | None, padded: bool, checkpointing: bool, expected: Expected
+    rank: int, sizes: list[int], grid: ChunkGrid, padded: bool, checkpointing: bool, expected: Expected
 ) -> None:
     own = split(7, sizes, rank)
-    model, inputs, mask = case(chunk_frames, padded)
+    model, inputs, mask = case(grid, padded)
     if checkpointing:
         model.train().enable_gradient_checkpointing()
     parallelize(model, dist.group.WORLD)
@@ -107,7 +113,7 @@ def all_cases(rank: int, size: int, expected: list[Expected]) -> None:
 
 @pytest.fixture(scope="module")
 def expected() -> list[Expected]:
-    return [in_one_process(chunk_frames, padded) for chunk_frames, padded, _ in CASES]
+    return [in_one_process(grid, padded) for grid, padded, _ in CASES]
 
 
 @pytest.mark.parametrize("size", SHARDS)

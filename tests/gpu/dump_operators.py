@@ -171,9 +171,9 @@ def operator_calls() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
             turns, matrix = random.normal(1, N, D // 4, 2), random.normal(B, N, 4, 4)
             images = normal(B * T, S, 3, 2 * C)
             calls: list[tuple[str, tuple[Any, ...]]] = [
-                ("short_conv", (tokens.unflatten(1, (T, S)), halo, halo, normal(C, 1, 4), None, 0)),
-                ("short_conv", (tokens.unflatten(1, (T, S)), halo, None, normal(C, 1, 4), 2, 1)),
-                ("short_conv", (tokens.unflatten(1, (T, S)), None, None, normal(C, 1, 2), None, 0)),
+                ("short_conv", (tokens.unflatten(1, (T, S)), halo, halo, normal(C, 1, 4), None)),
+                ("short_conv", (tokens.unflatten(1, (T, S)), halo, None, normal(C, 1, 4), [0, 2, 99])),
+                ("short_conv", (tokens.unflatten(1, (T, S)), None, None, normal(C, 1, 2), None)),
                 ("norm_relu", (tokens, normal(C), 1e-5, 0.5)),
                 ("silu_gate", (tokens, normal(B, N, C))),
                 ("modulated_norm", (tokens, frames, frames, mask, 1e-6)),

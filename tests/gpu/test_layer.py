@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from frame_gdn import BidirectionalGDN
+from frame_gdn.chunks import ChunkGrid
 from frame_gdn.functional import silu_gate
 from frame_gdn.layer import ReLURMSNorm, TemporalShortConv
 
@@ -17,11 +18,11 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chunk_frames", [None, 3])
-def test_convolution_between_two_halos(dtype, chunk_frames):
+@pytest.mark.parametrize("grid", [ChunkGrid(), ChunkGrid(3), ChunkGrid(3, 10, True)], ids=str)
+def test_convolution_between_two_halos(dtype, grid):
     inputs = {"x": slice_of_qkv(1, 5, S, C, dtype), "weight": random(C, 1, 4, dtype=dtype)}
     inputs["past"], inputs["future"] = random(2, 1, 3, S, C, dtype=dtype).unbind(0)
-    check(convolution(chunk_frames, first_frame=7), inputs)
+    check(convolution(grid, first_frame=7), inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,6 +15,7 @@ from diffusers.hooks import apply_group_offloading
 from torch import Tensor, nn
 
 from frame_gdn import swap, unswap
+from frame_gdn.chunks import ChunkGrid
 from frame_gdn.hosts import CONFIG_ENTRIES
 from frame_gdn.hosts.clip import Span, rotary_tables
 from frame_gdn.hosts.gates import START_FORGETTING
@@ -57,7 +58,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def test_attention_is_naive_gdn_on_the_hosts_projections(host: str, chunk_frames: int | None) -> None:
     model = swapped_model(host, torch.float64, blocks=[0, 1, 2], start_scale=0.7, chunk_frames=chunk_frames)
     attn, x, frames = blocks_of(model, host)[1].attn1, torch.randn(2, 5 * 6, 24, dtype=torch.float64), 5
-    clip = Span([frames], 0, frames, chunk_frames)
+    clip = Span([frames], 0, frames, ChunkGrid(chunk_frames))
     rotary_emb = rotary_tables(12, 0, (frames, 2, 3), x.device)
     with torch.no_grad():
         q, k, v = attn.norm_q(attn.to_q(x)), attn.norm_k(attn.to_k(x)), attn.to_v(x)
@@ -174,11 +175,11 @@ def test_swapping_again_keeps_trained_gates_and_changes_the_rest(host: str) -> N
     swap(model, blocks=[0, 2], chunk_frames=2)
     assert set(model.state_dict()) - set(trained) == added_keys(host, [0, 2])
     assert all(torch.equal(model.state_dict()[key], trained[key]) for key in trained)
-    assert noted(model) == {"gdn_blocks": [0, 1, 2], "start_scale": 0.5, "chunk_frames": 2}
+    assert noted(model) == {"gdn_blocks": [0, 1, 2], "start_scale": 0.5, **ChunkGrid(2).facts}
     assert {block.attn1.start_scale for block in blocks_of(model, host)} == {0.5}
     swap(model, blocks=[0], start_scale=0.25)
     assert {block.attn1.start_scale for block in blocks_of(model, host)} == {0.25}
-    assert noted(model) == {"gdn_blocks": [0, 1, 2], "start_scale": 0.25, "chunk_frames": 2}
+    assert noted(model) == {"gdn_blocks": [0, 1, 2], "start_scale": 0.25, **ChunkGrid(2).facts}
     swap(model, start_scale=None, chunk_frames=None)
     assert noted(model)["chunk_frames"] is None and noted(model)["start_scale"] in (0.1, 1.0)
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from frame_gdn import parallelize, swap
+from frame_gdn.chunks import ChunkGrid
 from tests.distributed.helpers import run_ranks, split
 from tests.helpers import fill_randomly
 from tests.hosts.warm_start import SWAPPED, blocks_of, frames_of, keep_float64, tiny_inputs, tiny_model
@@ -17,17 +18,23 @@ TOLERANCE = 1e-11
 
 #: By number of ranks: even and uneven, cut within a chunk.
 SHARDS = {1: [[7]], 2: [[3, 4], [6, 1]], 3: [[1, 4, 2]], 4: [[2, 1, 3, 1]]}
-#: (blocks, chunk_frames, under checkpointing); no blocks: the stock model, parallelized alone.
+#: (blocks, grid of chunks, under checkpointing); no blocks: the stock model, parallelized alone.
+WHOLE = ChunkGrid()
 CASES = {
-    "sana_video": [([0, 1, 2], None, False), ([0, 1, 2], 3, True), ([1], None, True), (None, None, False)],
-    "wan": [([0, 2], None, False), ([0, 2], 3, True), (None, None, False)],
+    "sana_video": [
+        ([0, 1, 2], WHOLE, False),
+        ([0, 1, 2], ChunkGrid(2, 3, True), True),
+        ([1], WHOLE, True),
+        (None, WHOLE, False),
+    ],
+    "wan": [([0, 2], WHOLE, False), ([0, 2], ChunkGrid(3, 1), True), (None, WHOLE, False)],
 }
 
 
-def build(host: str, blocks: list[int] | None, chunk_frames: int | None, checkpointing: bool = False) -> Any:
+def build(host: str, blocks: list[int] | None, grid: ChunkGrid, checkpointing: bool = False) -> Any:
     model = tiny_model(host, torch.float64)
     if blocks is not None:
-        fill_randomly(swap(model, blocks=blocks, start_scale=0.7, chunk_frames=chunk_frames), 1)
+        fill_randomly(swap(model, blocks=blocks, start_scale=0.7, **grid.facts), 1)
     if checkpointing:
         model.train().enable_gradient_checkpointing()
     return model
@@ -42,8 +49,8 @@ def loss_of(sample: Tensor, first_frame: int = 0) -> Tensor:
 def all_cases(rank: int, size: int) -> None:
     keep_float64()
     for host, options in [(host, options) for host, cases in CASES.items() for options in cases]:
-        blocks, chunk_frames, _ = options
-        model = build(host, blocks, chunk_frames)
+        blocks, grid, _ = options
+        model = build(host, blocks, grid)
         sample = model(**tiny_inputs(7, torch.float64)).sample
         loss_of(sample).backward()
         expected = gradients(model)

@@ -19,6 +19,7 @@ pytest.importorskip("diffusers", minversion="0.42")
 
 import diffusers
 
+from frame_gdn.chunks import ChunkGrid
 from frame_gdn.hosts import Swapped
 from frame_gdn.hosts import sana_wm as sana_wm_host
 from tests.hosts import sana_wm, warm_start
@@ -95,6 +96,20 @@ def test_diffusers_own_class_says_that_it_ignores_them_and_swap_finds_them_again
     if host == "sana_wm":  # the others' gates start anew
         assert torch.equal(sample(loaded), sample(model))
     assert noted(swap(STOCK[host].from_pretrained(tmp_path), chunk_frames=None))["chunk_frames"] is None
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_grid_of_chunks_is_saved_and_loaded_and_kept_by_a_second_swap(host: str, tmp_path: Path) -> None:
+    model = swapped_model(host, first_chunk_frames=3, merge_tail=True)
+    model.save_pretrained(tmp_path)
+    loaded = SWAPPED[host].from_pretrained(tmp_path)
+    assert torch.equal(sample(loaded), sample(model)) and set_of(loaded, "grid") == {ChunkGrid(2, 3, True)}
+    assert set_of(swap(loaded, chunk_frames=1), "grid") == {ChunkGrid(1, 3, True)}
+    with pytest.raises(ValueError, match="first_chunk_frames 3 is for a clip in chunks"):
+        swap(loaded, chunk_frames=None)
+    assert set_of(loaded, "grid") == {ChunkGrid(1, 3, True)}
+    uniform = swap(loaded, chunk_frames=2, first_chunk_frames=None, merge_tail=False)
+    assert noted(uniform) == ENTRIES[host] and not torch.equal(sample(uniform), sample(model))
 
 
 @pytest.mark.parametrize("host", HOSTS)

@@ -14,6 +14,7 @@ from transformers import Gemma2Config, Gemma2Model, PreTrainedTokenizerFast
 
 from benchmarks import sana_video_start
 from frame_gdn import swap
+from frame_gdn.chunks import ChunkGrid
 from frame_gdn.hosts import adopt, sana_video
 from frame_gdn.hosts.clip import Span
 from frame_gdn.hosts.feed_forward import free_convolutions
@@ -150,7 +151,7 @@ def feed_forward(backend: str | None, chunk_frames: int | None = None, dtype: to
     ff = fill_randomly(host.GLUMBTempConv(C, C, 1.5, residual_connection=False)).to(DEVICE, dtype)
     if backend is not None:
         free = free_convolutions([ff.conv_inverted, ff.conv_depth, ff.conv_point, ff.conv_temp])
-        adopt([(ff, sana_video.GLUMBTempConv), *free], backend=backend, chunk_frames=chunk_frames)
+        adopt([(ff, sana_video.GLUMBTempConv), *free], backend=backend, grid=ChunkGrid(chunk_frames))
     return ff
 
 
@@ -160,7 +161,7 @@ def of_feed_forward(ff: Any) -> dict[str, Tensor]:
     x, direction = (torch.randn(*CLIP, C, generator=generator).to(next(ff.parameters())) for _ in range(2))
     x.requires_grad_()
     swapped = isinstance(ff, sana_video.GLUMBTempConv)
-    out = ff(x, Span([CLIP[1]], 0, CLIP[1], ff.chunk_frames)) if swapped else ff(x)
+    out = ff(x, Span([CLIP[1]], 0, CLIP[1], ff.grid)) if swapped else ff(x)
     (out * direction).sum().backward()
     return {"out": out.detach(), "x": x.grad, **{name: p.grad for name, p in ff.named_parameters()}}
 

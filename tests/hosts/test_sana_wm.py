@@ -17,6 +17,7 @@ pytest.importorskip("diffusers", minversion="0.42")
 from diffusers import SanaWMTransformer3DModel as Stock
 from diffusers.models.transformers import transformer_sana_wm as host
 
+from frame_gdn.chunks import ChunkGrid
 from frame_gdn.hosts import Swapped, sana_wm
 from tests.hosts.sana_wm import half, output_and_gradients, tiny_inputs, tiny_model, twin
 
@@ -211,15 +212,18 @@ def first_frames(inputs: dict[str, Any], frames: int) -> dict[str, Any]:
     return {name: t.narrow(dims[name], 0, frames) if name in dims else t for name, t in inputs.items()}
 
 
-@pytest.mark.parametrize("chunk_frames", [1, 2, 3])
-def test_no_site_sees_past_the_end_of_its_chunk(chunk_frames: int) -> None:
+GRIDS = [ChunkGrid(1), ChunkGrid(2), ChunkGrid(3), ChunkGrid(2, 3), ChunkGrid(3, 1)]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_no_site_sees_past_the_end_of_its_chunk(grid: ChunkGrid) -> None:
     """Where a chunk ends, cutting the clip there changes nothing before; where none ends, it does."""
-    model = swap(tiny_model(softmax_every_n=3), chunk_frames=chunk_frames)
+    model = swap(tiny_model(softmax_every_n=3), **grid.facts)
     inputs = tiny_inputs(7, mask=torch.tensor([[1, 1, 1, 1, 1, 0, 1], [1, 0, 1, 1, 1, 1, 1]]).bool())
     whole = sample(model, inputs)
     for frames in range(1, 7):
         error = relative_error(sample(model, first_frames(inputs, frames)), whole[:, :, :frames])
-        assert error <= 1e-5 if frames % chunk_frames == 0 else error > 1e-3, frames
+        assert error <= 1e-5 if grid.begins_at(frames) else error > 1e-3, frames
 
 
 def test_one_chunk_is_the_whole_clip() -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from frame_gdn import parallelize, swap
+from frame_gdn.chunks import ChunkGrid
 from tests.distributed.helpers import run_ranks, split
 from tests.helpers import relative_error
 
@@ -33,11 +34,11 @@ CASES: dict[str, Case] = {
     "camera": ([4, 3], {}, {}, True, None),
     "no camera, masked": ([3, 4], {}, {}, False, MASK),
     "softmax": ([4, 3], {"softmax_every_n": 2}, {}, True, None),
-    "chunks across ranks": ([2, 5], {"softmax_every_n": 3}, {"chunk_frames": 3}, True, None),
+    "chunks across ranks": ([2, 5], {"softmax_every_n": 3}, {"grid": ChunkGrid(2, 3, True)}, True, None),
     "stock, through parallelize": ([3, 4], {"softmax_every_n": 3}, {"parallelize": True}, True, None),
     "some blocks swapped": ([3, 4], {"softmax_every_n": 3}, {"blocks": [0], "parallelize": True}, True, None),
     "softmax, masked": ([1, 2, 4], {"softmax_every_n": 3}, {}, True, MASK),
-    "chunks, masked": ([3, 1, 3], {"softmax_every_n": 3}, {"chunk_frames": 2}, True, MASK),
+    "chunks, masked": ([3, 1, 3], {"softmax_every_n": 3}, {"grid": ChunkGrid(2)}, True, MASK),
     "shards shorter than the halo": ([1, 5, 1], {}, {}, True, MASK),
     "four ranks, checkpointing": ([2, 1, 1, 3], {}, {"checkpointing": True}, True, None),
 }
@@ -56,7 +57,7 @@ def rank_of_cases(rank: int, size: int) -> list[tuple[Tensor, dict[str, Tensor]]
                 swap(model, blocks=options["blocks"])
             parallelize(model, dist.group.WORLD)
         else:
-            swap(model, group=dist.group.WORLD, chunk_frames=options.get("chunk_frames"))
+            swap(model, group=dist.group.WORLD, **options.get("grid", ChunkGrid()).facts)
         if options.get("checkpointing"):
             model.train().enable_gradient_checkpointing()
         frames = split(sum(shards), shards, rank)
@@ -72,7 +73,7 @@ def test_shards_equal_one_process(size: int, monkeypatch: pytest.MonkeyPatch) ->
     cases = {name: case for name, case in CASES.items() if len(case[0]) == size}
     ranks = run_ranks(size, rank_of_cases, timeout_s=200)
     for index, (name, (_, config, options, camera, mask)) in enumerate(cases.items()):
-        alone = swap(tiny_model(**config), chunk_frames=options.get("chunk_frames"))
+        alone = swap(tiny_model(**config), **options.get("grid", ChunkGrid()).facts)
         expected, gradients = output_and_gradients(alone, tiny_inputs(7, camera=camera, mask=mask))
         sample = torch.cat([results[index][0] for results in ranks], 2)
         assert relative_error(sample, expected) <= 1e-5, name

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from frame_gdn import BidirectionalGDN, GDNState
+from frame_gdn.chunks import ChunkGrid
 from frame_gdn.functional import silu_gate
 from frame_gdn.layer import ReLURMSNorm, TemporalShortConv
 
@@ -58,12 +59,25 @@ def check(run, inputs: dict[str, Tensor]) -> None:
         assert found <= bound, f"{name} is {found} from float64, at most {bound} was allowed"
 
 
-def convolution(chunk_frames=None, first_frame=0):
+WHOLE = ChunkGrid()
+#: Grids of chunks, the first of which cuts nothing.
+GRIDS = [
+    WHOLE,
+    ChunkGrid(1),
+    ChunkGrid(2),
+    ChunkGrid(3),
+    ChunkGrid(2, 4),
+    ChunkGrid(1, 3),
+    ChunkGrid(3, 1, True),
+]
+
+
+def convolution(grid=WHOLE, first_frame=0):
     def run(backend, x, weight, past=None, future=None):
         conv = TemporalShortConv(x.shape[-1], weight.shape[-1])
         del conv.weight
         conv.weight = weight
-        return conv(x, past, future, chunk_frames, first_frame, backend)
+        return conv(x, past, future, grid.ends(first_frame, first_frame + x.shape[1] + 1), backend)
 
     return run
 
@@ -75,16 +89,16 @@ def scaled_norm(backend, x, weight):
     return norm(x, 0.3, backend)
 
 
-@pytest.mark.parametrize("chunk_frames", [None, 1, 2, 3])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("halo", ["none", "past", "both"])
-def test_convolution_with_chunks_and_halos(chunk_frames, halo):
+def test_convolution_with_chunks_and_halos(grid, halo):
     B, T, S, C, K = 2, 5, 5, 24, 4
     inputs = {"x": slice_of_qkv(B, T, S, C, torch.float32), "weight": random(C, 1, K)}
     if halo != "none":
         inputs["past"] = slice_of_qkv(B, K - 1, S, C, torch.float32)
     if halo == "both":
         inputs["future"] = slice_of_qkv(B, K - 1, S, C, torch.float32, 2)
-    check(convolution(chunk_frames, first_frame=2), inputs)
+    check(convolution(grid, first_frame=2), inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,7 +133,7 @@ def test_a_frame_that_no_tap_reaches_may_hold_anything():
     x = random(1, 5, 3, 8)
     x[:, 4] = float("nan")
     conv = fill_randomly(TemporalShortConv(8, 2)).to(DEVICE)
-    out = conv(x, None, None, chunk_frames=2, backend="triton")
+    out = conv(x, None, None, ChunkGrid(2).ends(0, 99), backend="triton")
     assert out[:, :4].isfinite().all() and out[:, 4].isnan().all()
 
 
@@ -137,7 +151,7 @@ def test_programs_that_sum_over_many_tokens(halo, monkeypatch):
     inputs = {"x": slice_of_qkv(2, 3, 5, 24, torch.float32), "weight": random(24, 1, 3)}
     if halo:
         inputs["past"], inputs["future"] = random(2, 2, 2, 5, 24).unbind(0)
-    check(convolution(2 if halo else None), inputs)
+    check(convolution(ChunkGrid(2 if halo else None)), inputs)
 
     check(scaled_norm, {"x": slice_of_qkv(2, 1, 7, 24, torch.float32).squeeze(1), "weight": random(24)})
 
@@ -268,7 +282,7 @@ def test_the_operators_keep_the_rules_of_operators():
     past = random(1, 1, 2, 8).requires_grad_()
     gamma = random(8).requires_grad_()
     for operator, arguments in (
-        (short_conv.short_conv, (x, past, None, weight, 2, 1)),
+        (short_conv.short_conv, (x, past, None, weight, [1, 2, 9])),
         (norm.norm_relu, (x, gamma, 1e-5, 0.5)),
         (gate.silu_gate, (x, random(1, 3, 2, 8).requires_grad_())),
     ):

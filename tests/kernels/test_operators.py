@@ -20,8 +20,8 @@ HEADS, RAYS, TABLE = (B, T * S, H, D), (B, T * S, 4, 4), (1, T * S, D // 4, 2)
 
 #: By name: where it stands, the shapes of its tensors, and what follows them.
 CALLS = {
-    "short_conv": (short_conv, (CLIP, (B, 3, S, C), (B, 3, S, C), (C, 1, 4)), (2, 1)),
-    "short_conv_backward": (short_conv, (CLIP, CLIP, None, None, (C, 1, 4)), (None, 0)),
+    "short_conv": (short_conv, (CLIP, (B, 3, S, C), (B, 3, S, C), (C, 1, 4)), ([1, 2, 9],)),
+    "short_conv_backward": (short_conv, (CLIP, CLIP, None, None, (C, 1, 4)), (None,)),
     "norm_relu": (norm, (TOKENS, (C,)), (1e-5, 0.5)),
     "norm_relu_backward": (norm, (TOKENS, TOKENS, (C,)), (1e-5, 0.5)),
     "silu_gate": (gate, (TOKENS, TOKENS), ()),

@@ -52,7 +52,7 @@ def tokens(B, T, S, H, D, dtype):
 
 def check_against_the_loop(
     B=1, T=3, S=5, H=2, D=24, dtype=torch.float32, *, rotary="given", masked=False, state=False, chunk_frames=None,
-    normalize=True, precision="default", backend="triton", bound=FLOAT32,
+    first_chunk_frames=None, merge_tail=False, normalize=True, precision="default", backend="triton", bound=FLOAT32,
 ):  # fmt: skip
     """Output, final state and every gradient of `bidirectional_gdn` on Triton against the loop in float64."""
     inputs, tables = tokens(B, T, S, H, D, dtype)
@@ -61,6 +61,7 @@ def check_against_the_loop(
     if state:
         inputs["S0"] = 0.1 * torch.randn(B, H, D, D, device=DEVICE)
         inputs["z0"] = torch.rand(B, H, D, device=DEVICE)
+    grid = {"chunk_frames": chunk_frames, "first_chunk_frames": first_chunk_frames, "merge_tail": merge_tail}
     mask = None
     if masked:
         mask = torch.ones(B, T, dtype=torch.bool, device=DEVICE)
@@ -73,7 +74,7 @@ def check_against_the_loop(
         wide = [table.double() for table in tables]
         given |= {f"{name}_rot": rotary_embedding(given[name], *wide, backend="torch") for name in ("q", "k")}
     expected, (S, z) = naive_bidirectional_gdn(
-        **given, mask=mask, initial_state=initial, chunk_frames=chunk_frames, normalize=normalize, eps=1e-6
+        **given, mask=mask, initial_state=initial, **grid, normalize=normalize, eps=1e-6
     )
     ends = [S, z] if normalize else [S]
     directions = [torch.randn_like(x) for x in (expected, *ends)] if state else [torch.randn_like(expected)]
@@ -91,7 +92,7 @@ def check_against_the_loop(
     initial = GDNState(given.pop("S0"), given.pop("z0")) if state else None
     out, final = bidirectional_gdn(
         **given, rotary=tables if rotary == "tables" else None, mask=mask, initial_state=initial,
-        output_final_state=state, chunk_frames=chunk_frames, normalize=normalize, eps=1e-6, backend=backend,
+        output_final_state=state, **grid, normalize=normalize, eps=1e-6, backend=backend,
         precision=precision,
     )  # fmt: skip
     found = [out]
@@ -239,6 +240,9 @@ def test_the_primitive_and_its_gradients(shape, initial):
         (5, {"B": 2, "rotary": "tables", "state": True, "chunk_frames": 3}),
         (3, {"rotary": "none", "masked": True, "chunk_frames": 4}),
         (2, {"state": True, "chunk_frames": 1}),
+        (1, {"state": True, "chunk_frames": 3, "first_chunk_frames": 4}),
+        (3, {"state": True, "chunk_frames": 2, "first_chunk_frames": 4, "merge_tail": True}),
+        (5, {"chunk_frames": 3, "first_chunk_frames": 1, "merge_tail": True}),
         (5, {"H": 2, "state": True, "normalize": False}),
         (2, {"T": 3, "D": 136, "rotary": "none"}),
     ],

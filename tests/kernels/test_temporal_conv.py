@@ -4,17 +4,16 @@ import pytest
 import torch
 
 from frame_gdn import functional
+from frame_gdn.chunks import ChunkGrid
 from frame_gdn.kernels.temporal_conv import temporal_conv
 
 from ..helpers import relative_error
-from .test_layer_operators import DTYPES, check, random, values_and_gradients
+from .test_layer_operators import DTYPES, GRIDS, check, random, values_and_gradients
 
 
-def convolution(chunk_frames=None, first_frame=0):
+def convolution(ends=None):
     def run(backend, x, weight, past=None, future=None):
-        return functional.temporal_conv(
-            x, weight, past, future, chunk_frames=chunk_frames, first_frame=first_frame, backend=backend
-        )
+        return functional.temporal_conv(x, weight, past, future, ends=ends, backend=backend)
 
     return run
 
@@ -26,16 +25,17 @@ def inputs_of(B, T, S, C, halo="both", dtype=torch.float32):
     return inputs
 
 
-@pytest.mark.parametrize("chunk_frames", [None, 1, 2, 3])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("halo", ["none", "past", "both"])
 @pytest.mark.parametrize(("B", "T"), [(1, 1), (1, 7), (2, 5)])
-def test_it_equals_one_product_over_frames_side_by_side(B, T, halo, chunk_frames):
+def test_it_equals_one_product_over_frames_side_by_side(B, T, halo, grid):
     inputs = {name: t.double() for name, t in inputs_of(B, T, 3, 8, halo).items()}
     direction = random(B, T, 3, 8).double()
-    expected = values_and_gradients(lambda **x: convolution(chunk_frames, 4)("torch", **x), inputs, direction)
+    ends = grid.ends(2, T + 3)
+    expected = values_and_gradients(lambda **x: convolution(ends)("torch", **x), inputs, direction)
 
     def by_products(x, weight, past=None, future=None):
-        return temporal_conv(x, past, future, weight, chunk_frames, 4)
+        return temporal_conv(x, past, future, weight, ends)
 
     for name, value in values_and_gradients(by_products, inputs, direction).items():
         assert relative_error(value, expected[name]) <= 1e-14, name
@@ -43,7 +43,7 @@ def test_it_equals_one_product_over_frames_side_by_side(B, T, halo, chunk_frames
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_as_exact_as_the_plain_form(dtype):
-    check(convolution(3, 2), inputs_of(1, 6, 5, 48, dtype=dtype))
+    check(convolution(ChunkGrid(3).ends(2, 99)), inputs_of(1, 6, 5, 48, dtype=dtype))
 
 
 def test_a_shard_without_frames_has_no_output_and_gradients_of_zero():
@@ -57,6 +57,6 @@ def test_a_shard_without_frames_has_no_output_and_gradients_of_zero():
 def test_the_operator_keeps_the_rules_of_operators():
     inputs = {name: t.requires_grad_() for name, t in inputs_of(2, 5, 3, 8).items()}
     torch.library.opcheck(
-        temporal_conv, (inputs["x"], inputs["past"], None, inputs["weight"], 2, 1),
+        temporal_conv, (inputs["x"], inputs["past"], None, inputs["weight"], [1, 2, 9]),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"),
     )  # fmt: skip

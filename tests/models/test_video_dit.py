@@ -5,6 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
+from frame_gdn.chunks import ChunkGrid
 from models import VideoDiT, VideoDiTState
 from models.video_dit import rotary_table, timestep_features
 from tests.models.helpers import (
@@ -135,14 +136,18 @@ def test_pickle_and_deepcopy_work():
     assert torch.equal(pickle.loads(pickle.dumps(model))(**inputs).sample, expected)
 
 
-@pytest.mark.parametrize("num_frames, chunk_frames", [(6, 2), (7, 3), (4, 1)])
-def test_chunk_causal_sees_its_own_chunk_and_the_past_and_nothing_after(num_frames, chunk_frames):
-    model, inputs = tiny_model(chunk_frames=chunk_frames), tiny_inputs(num_frames)
+@pytest.mark.parametrize(
+    ("num_frames", "grid"),
+    [(6, ChunkGrid(2)), (7, ChunkGrid(3)), (4, ChunkGrid(1)), (6, ChunkGrid(2, 3)), (6, ChunkGrid(2, 1, True))],
+    ids=str,
+)
+def test_chunk_causal_sees_its_own_chunk_and_the_past_and_nothing_after(num_frames, grid):
+    model, inputs = tiny_model(**grid.facts), tiny_inputs(num_frames)
     for frame in range(num_frames):
         x = inputs["hidden_states"].clone().requires_grad_()
         sample = model(**{**inputs, "hidden_states": x}).sample
         (grad,) = torch.autograd.grad(weighted_sum(sample[:, :, frame : frame + 1]), x)
-        horizon = min((frame // chunk_frames + 1) * chunk_frames, num_frames)
+        horizon = grid.end(frame, num_frames)
         reached = grad.abs().amax(dim=(0, 1, 3, 4)) > 0
         assert reached.tolist() == [t < horizon for t in range(num_frames)]
 
@@ -155,14 +160,21 @@ def test_without_chunks_every_frame_sees_every_frame():
 
 
 def test_a_call_may_set_its_own_chunks():
-    inputs = tiny_inputs(4)
-    assert torch.equal(tiny_model()(**inputs, chunk_frames=2).sample, tiny_model(chunk_frames=2)(**inputs).sample)
+    inputs, grid = tiny_inputs(6), ChunkGrid(2, 3, True)
+    assert torch.equal(tiny_model()(**inputs, **grid.facts).sample, tiny_model(**grid.facts)(**inputs).sample)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("cuts", [[2, 2, 2], [4, 2], [2, 4, 1]])
-def test_chunk_by_chunk_from_a_state_equals_one_pass(cuts, dtype, tolerance):
-    model, inputs = tiny_model(dtype, chunk_frames=2), tiny_inputs(sum(cuts), dtype)
+@pytest.mark.parametrize(
+    ("grid", "cuts"),
+    [
+        (ChunkGrid(2), [2, 2, 2]), (ChunkGrid(2), [4, 2]), (ChunkGrid(2), [2, 4, 1]), (ChunkGrid(2, 3), [3, 2, 2]),
+        (ChunkGrid(3, 4), [4, 3, 1]), (ChunkGrid(3, 1), [1, 6]), (ChunkGrid(2, 3, True), [3, 3]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_chunk_by_chunk_from_a_state_equals_one_pass(grid, cuts, dtype, tolerance):
+    model, inputs = tiny_model(dtype, **grid.facts), tiny_inputs(sum(cuts), dtype)
     expected = model(**inputs).sample
     state, first, parts = None, 0, []
     for length in cuts:
@@ -171,6 +183,16 @@ def test_chunk_by_chunk_from_a_state_equals_one_pass(cuts, dtype, tolerance):
         parts.append(output.sample)
     assert state.frames == sum(cuts)
     assert relative(torch.cat(parts, dim=2), expected) <= tolerance
+
+
+def test_a_call_that_continues_begins_with_a_chunk_and_brings_no_short_tail_to_be_joined():
+    model, inputs = tiny_model(chunk_frames=2, first_chunk_frames=3, merge_tail=True), tiny_inputs(6)
+    state = model(**frames_of(inputs, slice(0, 5)), output_state=True).state
+    with pytest.raises(ValueError, match="chunk_frames 2 frames or more, got 1"):
+        model(**frames_of(inputs, slice(5, 6)), state=state)
+    joined = model(**inputs, output_state=True).state  # chunks of 3 and 3
+    with pytest.raises(ValueError, match="after 6 frames, inside the chunk of frames 5 to 6"):
+        model(**frames_of(inputs, slice(0, 2)), state=joined)
 
 
 def test_gradients_flow_through_the_state():

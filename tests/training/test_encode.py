@@ -186,7 +186,6 @@ def given_by_the_pipeline(folder: Path, prompt: str) -> dict[str, dict[str, Tens
 def given_in_training(host: str, pipelines: Path, item: dict[str, Any]) -> dict[str, Tensor]:
     """What a step of training gives the same transformer."""
     model: nn.Module = DiffusionPipeline.from_pretrained(pipelines / host).transformer
-    model.chunk_frames = None
     batch = {name: value[None] for name, value in item.items() if isinstance(value, Tensor)}
     latents = batch["latents"]
     frames = latents.shape[2]
@@ -224,7 +223,6 @@ def test_an_instruction_stands_before_the_prompts_of_both_sanas(pipelines: Path)
 
 def test_what_is_behind_a_prompts_end_is_zero_for_wan_wherever_the_shard_came_from(pipelines: Path) -> None:
     model = warm_start.tiny_model("wan")
-    model.chunk_frames = None
     embeds, mask = torch.randn(1, 6, 8), torch.tensor([[True, True, False, False, False, False]])
     latents, times = torch.randn(1, 4, 3, 4, 4), torch.zeros(1, 3)
     for stored in (mask, mask.long()):

@@ -106,15 +106,15 @@ class BidirectionalGDNUCPESinglePathLiteLA(_Attention, host.BidirectionalGDNUCPE
 
     def _main(self, qkv: Sequence[Tensor], gates: Any, rotary_emb: Tensor | None, clip: Span) -> Tensor:
         q, k, v = as_values(*qkv)
-        rotation: dict[str, Any] = {}
+        options: dict[str, Any] = clip.grid.facts
         if rotary_emb is not None and rotary_emb.numel() == rotary_emb.shape[-1] * q.shape[1]:
             table = rotary_emb.reshape(q.shape[1], -1)
-            rotation = {"rotary": (table.real.contiguous(), table.imag.contiguous())}
+            options["rotary"] = (table.real.contiguous(), table.imag.contiguous())
         elif rotary_emb is not None:  # the caller's own tables, one a sample
-            rotation = {name: rotate(t, rotary_emb, self.backend) for name, t in (("q_rot", q), ("k_rot", k))}
+            options |= {name: rotate(t, rotary_emb, self.backend) for name, t in (("q_rot", q), ("k_rot", k))}
         out, _ = bidirectional_gdn(
-            q, k, v, *gates, **rotation,
-            mask=clip.mask, chunk_frames=clip.chunk_frames, eps=self.attn.eps,
+            q, k, v, *gates, **options,
+            mask=clip.mask, eps=self.attn.eps,
             group=self.group, frames_per_rank=clip.counts, backend=self.backend,
         )  # fmt: skip
         return out
@@ -127,7 +127,7 @@ class BidirectionalGDNUCPESinglePathLiteLA(_Attention, host.BidirectionalGDNUCPE
         beta = rearrange(beta, "b t s h -> b (t s) h")
         out, _ = bidirectional_gdn(
             q_ray, k_ray, v_ray, beta, decay,
-            mask=clip.mask, chunk_frames=clip.chunk_frames, normalize=False,
+            mask=clip.mask, **clip.grid.facts, normalize=False,
             group=self.group, frames_per_rank=clip.counts, backend=self.backend,
         )  # fmt: skip
         return out_of_rays(out, rays, self.backend)

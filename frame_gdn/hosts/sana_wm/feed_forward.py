@@ -3,10 +3,10 @@
 Source of the formulas: `transformer_sana_wm.py` of diffusers 0.42, after NVlabs/Sana.
 """
 
+from itertools import groupby
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from diffusers.models.transformers import transformer_sana_wm as host
 from torch import Tensor, nn
 
@@ -85,19 +85,18 @@ class GLUMBConvTemp(Swapped, host.GLUMBConvTemp):
             return out
         left, right = parallel.halo(x.transpose(1, 2), reach, reach, self.group, clip.counts, clip.call)
         left, right = left.transpose(1, 2), right.transpose(1, 2)
-        if clip.chunk_frames is None:
-            out = self.t_conv(torch.cat([left, x, right], 2))
-            return out[:, :, reach : reach + clip.frames]
-        # A chunk with the past that it sees is one window; windows lie in the batch, and the future is their padding.
-        size = clip.chunk_frames
-        before, after = clip.start % size, -(clip.start + clip.frames) % size
-        whole = [F.pad(left, (0, 0, before, 0)), x]
-        if after:
-            whole.append(F.pad(right[:, :, :after], (0, 0, 0, max(after - reach, 0))))
-        windows = torch.cat(whole, 2).unfold(2, size + reach, size).permute(0, 2, 1, 4, 3)
-        out = self.t_conv(windows.flatten(0, 1))[:, :, reach:]
-        out = out.unflatten(0, windows.shape[:2]).permute(0, 2, 1, 3, 4).flatten(2, 3)
-        return out[:, :, before : before + clip.frames]
+        around = torch.cat([left, x, right], 2)  # frame t at t + reach
+        # A chunk with what it sees before it, and of the next shard, is one window. The windows of neighbours that are
+        # alike lie in the batch; the zeros after a window are the convolution's own padding.
+        chunks = [(first, last - first, min(end - clip.start - last, reach)) for first, last, end in clip.horizons()]
+        parts = []
+        for (frames, beyond), alike in groupby(chunks, lambda chunk: chunk[1:]):
+            firsts = [first for first, _, _ in alike]
+            seen = around[:, :, firsts[0] : firsts[-1] + reach + frames + beyond]
+            windows = seen.unfold(2, reach + frames + beyond, frames).permute(0, 2, 1, 4, 3)
+            out = self.t_conv(windows.flatten(0, 1))[:, :, reach : reach + frames]
+            parts.append(out.unflatten(0, windows.shape[:2]).permute(0, 2, 1, 3, 4).flatten(2, 3))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 #: cuDNN and ATen index a convolution's tensor by 32 bits; the host splits the images at the same size.

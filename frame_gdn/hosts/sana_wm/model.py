@@ -13,7 +13,7 @@ from diffusers.models.transformers import transformer_sana_wm as host
 from torch import Tensor, nn
 
 from ... import checks, functional, parallel
-from .. import SwapOptions, Swapped, adopt, configuration
+from .. import GRID_ENTRIES, SwapOptions, Swapped, adopt, configuration
 from ..clip import Span, call_block, facts_of, locate, rotary_angles
 from ..configuration import ConfiguredModel, swapping_init
 from .attention import BidirectionalGDNUCPESinglePathLiteLA, _SoftmaxUCPESinglePathLiteLA
@@ -56,8 +56,8 @@ def replace(model: nn.Module, options: SwapOptions) -> None:
         sites += [(m, REPLACEMENTS[type(m).__name__]) for m in blocks[index].modules() if _has_replacement(m)]
         if isinstance(blocks[index].mlp, host.GLUMBConvTemp):
             sites += convolutions(blocks[index].mlp)
-    adopt(sites, backend=options.backend, attention=options.attention, chunk_frames=options.chunk_frames)
-    configuration.write(model, {"chunk_frames": options.chunk_frames})
+    adopt(sites, backend=options.backend, attention=options.attention, grid=options.grid)
+    configuration.write(model, options.grid.facts)
 
 
 def cover(model: nn.Module) -> None:
@@ -136,7 +136,7 @@ class SanaWMTransformer3DModel(ConfiguredModel, host.SanaWMTransformer3DModel):
     load's `torch_dtype`.
 
     Args:
-        chunk_frames: as in `swap`.
+        chunk_frames, first_chunk_frames, merge_tail: as in `swap`.
         frame_gdn: options as a mapping, as earlier versions saved those of other hosts; the other arguments are the
             host's.
     """
@@ -145,7 +145,7 @@ class SanaWMTransformer3DModel(ConfiguredModel, host.SanaWMTransformer3DModel):
 
     _keep_in_fp32_modules = ["A_log", "dt_bias"]
 
-    __init__ = swapping_init(host.SanaWMTransformer3DModel.__init__, replace, "chunk_frames")
+    __init__ = swapping_init(host.SanaWMTransformer3DModel.__init__, replace, *GRID_ENTRIES)
 
     def forward(
         self,

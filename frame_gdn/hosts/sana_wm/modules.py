@@ -25,9 +25,7 @@ class SanaWMTemporalShortConvolution(Swapped, host.SanaWMTemporalShortConvolutio
         past = future = None
         if self.group is not None:
             past, future = parallel.halo(x, reach, reach, self.group, clip.counts, clip.call)
-        out = functional.short_conv(
-            x, self.weight, past, future, chunk_frames=clip.chunk_frames, first_frame=clip.start, backend=self.backend
-        )
+        out = functional.short_conv(x, self.weight, past, future, ends=clip.ends, backend=self.backend)
         if self.bias is not None:
             out = out + 2 * self.bias.to(out.dtype)  # as often as the host's two passes add it
         return rearrange(out, "b t s c -> b (t s) c")

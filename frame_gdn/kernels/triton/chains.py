@@ -44,15 +44,15 @@ def _chains_kernel(
         start = tl.where(transition, 0, D)  # chain 1's rows count from 0 in its own tensors
         scan_rows(
             first_row - start, last_row - start, sequence, edge + start * D, first, last, 0, transition,
-            A1[0] + sequence * A1[1], A1[2], B[1], B[1], (in_ptr, in_ptr), (states[1], states[1]), out_ptr, T, (0, 1),
-            R1, A1_k, A1_n, D, BD, NB, BR,
+            A1[0] + sequence * A1[1], A1[2], B[1], B[1], (in_ptr, in_ptr), (states[1], states[1]), out_ptr, T,
+            (0, 1, 0), R1, A1_k, A1_n, D, BD, NB, BR,
             False, A1_k == 1, ADJOINT, HAS_IN, False, HAS_STATES, False, PRECISION, STAGES,
         )  # fmt: skip
     else:
         scan_rows(
             first_row, last_row, sequence, edge, first, last, 0, transition,
-            A0[0] + sequence * A0[1], A0[2], B[0], B[0], (in_ptr, in_ptr), (states[0], states[0]), out_ptr, T, (0, 1),
-            D, A0_k, A0_n, D, BD, NB, BR,
+            A0[0] + sequence * A0[1], A0[2], B[0], B[0], (in_ptr, in_ptr), (states[0], states[0]), out_ptr, T,
+            (0, 1, 0), D, A0_k, A0_n, D, BD, NB, BR,
             False, A0_k == 1, ADJOINT, HAS_IN, False, HAS_STATES, False, PRECISION, STAGES,
         )  # fmt: skip
 

@@ -80,9 +80,23 @@ def split_program(R, slots, D: tl.constexpr, BR: tl.constexpr):
 
 
 @triton.jit
+def _is_end(t, ends):
+    """Whether frame t is the last of its chunk; `ends` as `chunks.ChunkEnds`."""
+    first, period, stop = ends
+    return (t >= first) & (t < stop) & ((t - first) % period == 0)
+
+
+@triton.jit
+def _ends_before(t, ends):
+    """How many of the frames 0 ... t - 1 are the last of their chunk."""
+    first, period, stop = ends
+    return tl.maximum((tl.minimum(t, stop) - first + period - 1) // period, 0)
+
+
+@triton.jit
 def scan_rows(
     first_row, last_row, sequence, edge, first, last, direction, transition,
-    A_ptr, A_frame, U_ptr, gate_ptr, entering, states, out_ptr, T, chunks,
+    A_ptr, A_frame, U_ptr, gate_ptr, entering, states, out_ptr, T, ends,
     R, A_k: tl.constexpr, A_n: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr,
     GATED: tl.constexpr, TRANSPOSED: tl.constexpr, ADJOINT: tl.constexpr,
     HAS_IN0: tl.constexpr, HAS_IN1: tl.constexpr, HAS_STATES: tl.constexpr, CUT: tl.constexpr,
@@ -96,7 +110,6 @@ def scan_rows(
     pointer for each direction; `edge` is where a state enters in `entering` and leaves in out_ptr. With `transition`
     the rows are those of I and there is no U: what leaves is the W's product.
     """
-    first_end, period = chunks
     rows = first_row + tl.arange(0, BR)
     row_live = rows < last_row
     gate_ptr += sequence * T
@@ -123,7 +136,7 @@ def scan_rows(
     add_first = ADJOINT and direction == 0
     if direction == 1:
         if CUT and not ADJOINT:  # noqa: SIM102
-            if t % period == first_end:
+            if _is_end(t, ends):
                 s0 = tl.zeros_like(s0)
                 s1 = tl.zeros_like(s1)
         if HAS_STATES:
@@ -159,7 +172,7 @@ def scan_rows(
         if CUT:  # noqa: SIM102
             if direction == 1:
                 end = t if ADJOINT else slot_t
-                if (end >= 0) & (end % period == first_end):
+                if _is_end(end, ends):
                     s0 = tl.zeros_like(s0)
                     s1 = tl.zeros_like(s1)
         if HAS_STATES:
@@ -179,7 +192,7 @@ def scan_rows(
 
 @triton.jit
 def _scan_kernel(
-    A, U_ptr, gate_ptr, entering, states, leaving, M_ptr, spans, chunks, R,
+    A, U_ptr, gate_ptr, entering, states, leaving, M_ptr, spans, ends, R,
     D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr, ADJOINT: tl.constexpr,
     HAS_IN0: tl.constexpr, HAS_IN1: tl.constexpr, HAS_STATES: tl.constexpr, KINDS: tl.constexpr, CUT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -214,14 +227,14 @@ def _scan_kernel(
     scan_rows(
         first_row, last_row, sequence, edge, first, last, direction, transition,
         A_ptr + tl.where(second, A_kind, 0) + sequence * A_sequence, A_frame,
-        U_ptr, gate_ptr, entering, states, out_ptr, T, chunks, R, 1, D, D, BD, NB, BR,
+        U_ptr, gate_ptr, entering, states, out_ptr, T, ends, R, 1, D, D, BD, NB, BR,
         True, True, ADJOINT, HAS_IN0, HAS_IN1, HAS_STATES, CUT, PRECISION, STAGES,
     )  # fmt: skip
 
 
 @triton.jit
 def _compose_rows(
-    row_block, sequence, M, h_ptr, in_ptr, into_ptr, out_ptr, spans, chunks, R,
+    row_block, sequence, M, h_ptr, in_ptr, into_ptr, out_ptr, spans, ends, R,
     D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr,
     DOWN: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_IN: tl.constexpr, CUT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -229,7 +242,6 @@ def _compose_rows(
     """A block of rows of one sequence from span to span, X -> X M + h, or Mᵀ where TRANSPOSED: what enters each."""
     M_ptr, M_kind, M_span = M
     T, count, length, _ = spans
-    first_end, period = chunks
     first_row, last_row, second = rows_of(row_block, R, D, BR)
     rows = first_row + tl.arange(0, BR)
     cols = tl.arange(0, BD)
@@ -257,9 +269,9 @@ def _compose_rows(
         else:
             s0, s1 = _times_square(s0, s1, M_of_span, D, 1, D, BD, NB, False, PRECISION)
         if CUT:
-            # Nothing passes a span that holds a chunk's end; (t + period - 1 - first_end) // period are before t.
-            before = (span * length + period - 1 - first_end) // period
-            after = (tl.minimum(T, (span + 1) * length) + period - 1 - first_end) // period
+            # Nothing passes a span that holds a chunk's end.
+            before = _ends_before(span * length, ends)
+            after = _ends_before(tl.minimum(T, (span + 1) * length), ends)
             s0 = tl.where(after == before, s0, 0.0)
             s1 = tl.where(after == before, s1, 0.0)
         s0 += h0
@@ -271,7 +283,7 @@ def _compose_rows(
 
 @triton.jit
 def _compose_kernel(
-    M, h, entering, into, leaving, spans, chunks, R,
+    M, h, entering, into, leaving, spans, ends, R,
     D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr, ADJOINT: tl.constexpr,
     HAS_IN0: tl.constexpr, HAS_IN1: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -283,12 +295,12 @@ def _compose_kernel(
     row_block, direction, sequence = split_program(R, spans[3], D, BR)
     if direction == 0:
         _compose_rows(
-            row_block, sequence, M, h[0], entering[0], into[0], leaving[0], spans, chunks, R, D, BD, NB, BR,
+            row_block, sequence, M, h[0], entering[0], into[0], leaving[0], spans, ends, R, D, BD, NB, BR,
             ADJOINT, False, HAS_IN0, False, PRECISION, STAGES,
         )  # fmt: skip
     else:
         _compose_rows(
-            row_block, sequence, M, h[1], entering[1], into[1], leaving[1], spans, chunks, R, D, BD, NB, BR,
+            row_block, sequence, M, h[1], entering[1], into[1], leaving[1], spans, ends, R, D, BD, NB, BR,
             not ADJOINT, True, HAS_IN1, CUT, PRECISION, STAGES,
         )  # fmt: skip
 
@@ -330,13 +342,19 @@ class FactoredTransitions(NamedTuple):
     precision: str
 
 
-def _chunks(ends: Sequence[bool]) -> tuple[bool, int, int]:
-    """Whether any chunk ends here, the first frame that is the last of its chunk, and the chunks' length."""
-    first = next((t for t, end in enumerate(ends) if end), None)
-    if first is None:
-        return False, 0, 1
-    second = next((t for t in range(first + 1, len(ends)) if ends[t]), None)
-    return True, first, len(ends) if second is None else second - first
+#: Where no chunk ends, in the form of `_ends`.
+_NO_ENDS = (0, 1, 0)
+
+
+def _ends(flags: Sequence[bool]) -> tuple[int, int, int]:
+    """The frames that are the last of their chunk as `chunks.ChunkEnds`: the first, their distance, where they stop.
+
+    They are of one grid: between the first of a shard and the last, a whole number of distances lies.
+    """
+    ends = [t for t, is_end in enumerate(flags) if is_end]
+    if not ends:
+        return _NO_ENDS
+    return ends[0], ends[1] - ends[0] if len(ends) > 1 else 1, ends[-1] + 1
 
 
 def packed_rows(S: Tensor | None, z: Tensor | None, rows: int) -> Tensor | None:
@@ -412,11 +430,11 @@ def span_length(
 
 
 class Cut(NamedTuple):
-    """How a scan runs over its frames: spans of `length`, where chunks end (as `_chunks`), against time or along it,
+    """How a scan runs over its frames: spans of `length`, where chunks end (as `_ends`), against time or along it,
     in one direction or in two."""
 
     length: int
-    chunks: tuple[bool, int, int] = (False, 0, 1)
+    ends: tuple[int, int, int] = _NO_ENDS
     adjoint: bool = False
     directions: int = 1
 
@@ -430,7 +448,6 @@ def compose(
     """
     B, H, spans, R, D = h[0].shape
     BD, NB = channel_blocks(D)
-    chunked, first_end, period = cut.chunks
     into = [torch.empty_like(x) for x in h]
     out = [x.new_empty(B, H, R, D) for x in h]
     in0, in1 = (*initial, None)[:2]
@@ -438,9 +455,9 @@ def compose(
         _compose_kernel, lambda tile: row_blocks(R, D, tile) * B * H * len(h),
         ((M, D * D if M.shape[3] > 1 else 0, M.stride(2)), _pair(h),
          (M if in0 is None else in0, M if in1 is None else in1), _pair(into), _pair(out),
-         (T, spans, cut.length, B * H), (first_end, period), R),
+         (T, spans, cut.length, B * H), cut.ends, R),
         {"D": D, "BD": BD, "NB": NB, "ADJOINT": cut.adjoint, "HAS_IN0": in0 is not None, "HAS_IN1": in1 is not None,
-         "CUT": chunked, "PRECISION": "tf32x3"}, _COMPOSE_TILES,
+         "CUT": cut.ends != _NO_ENDS, "PRECISION": "tf32x3"}, _COMPOSE_TILES,
     )  # fmt: skip
     return into, out
 
@@ -467,7 +484,7 @@ def _scan(
         out = [U.new_zeros(B, H, R, D) if x is None else x for x in entering[:directions]]
     else:
         length = span_length(settings, T, B * H, D, R - D, directions, tr.A.shape[0], U.device)
-        cut = Cut(length, _chunks(ends), adjoint, directions)
+        cut = Cut(length, _ends(ends), adjoint, directions)
         of_spans: Sequence[Tensor | None] = entering
         if length < T:
             _, h, M = _scan_spans(settings, tr, U, (), cut, kinds=tr.A.shape[0], keep=False)
@@ -491,7 +508,7 @@ def _scan_spans(
     """
     B, H, T, R, D = U.shape
     BD, NB = channel_blocks(D)
-    spans, (chunked, first_end, period) = cdiv(T, cut.length), cut.chunks
+    spans = cdiv(T, cut.length)
     states = [torch.empty_like(U) if keep else U for _ in range(cut.directions)]
     out = [U.new_empty(B, H, spans, R, D) for _ in range(cut.directions)]
     M = U.new_empty(B, H, spans, kinds, D, D)
@@ -500,9 +517,10 @@ def _scan_spans(
         _scan_kernel, lambda tile: row_blocks(R, D, tile) * B * H * spans * (kinds + cut.directions),
         ((tr.A, tr.A.stride(0) if tr.A.shape[0] > 1 else 0, T * D * D, D * D), U, tr.gate,
          (U if in0 is None else in0, U if in1 is None else in1), _pair(states or [U]), _pair(out or [U]), M,
-         (T, spans, cut.length, B * H * spans), (first_end, period), R),
+         (T, spans, cut.length, B * H * spans), cut.ends, R),
         {"D": D, "BD": BD, "NB": NB, "ADJOINT": cut.adjoint, "HAS_IN0": in0 is not None, "HAS_IN1": in1 is not None,
-         "HAS_STATES": keep, "KINDS": kinds, "CUT": chunked and cut.directions == 2, "PRECISION": tr.precision},
+         "HAS_STATES": keep, "KINDS": kinds, "CUT": cut.ends != _NO_ENDS and cut.directions == 2,
+         "PRECISION": tr.precision},
         _SCAN_TILES[tr.precision],
     )  # fmt: skip
     return states, out, M

@@ -5,6 +5,7 @@ once. Everything is float32 between load and store. The weight's gradient is sum
 fixed order: two runs are equal to the bit. Only inputs are kept for the backward pass.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ _CHANNELS, _AHEAD, _AHEAD_BACK = 256, 3, 2
 _UNROLL, _UNROLL_BACK, _UNROLL_HALO = 4, 2, 1
 #: Programs of the backward pass: as many as an H200 holds at once, or its last round would be nearly empty.
 _CONV_PROGRAMS = 1024
+#: What stands for the ends of chunks where there are none.
+_NO_ENDS = (0, 1, 0)
 
 
 @triton.jit
@@ -62,18 +65,26 @@ def _load_taps(weight_ptr, c, live, K: tl.constexpr):
 
 
 @triton.jit
+def _chunk_ends_within(t, j, ends):
+    """Whether one of the frames t ... t + j - 1 is the last of its chunk; `ends` as `chunks.ChunkEnds`."""
+    first, period, stop = ends
+    beyond = t - first
+    after = tl.where(beyond > 0, (period - beyond % period) % period, -beyond)
+    return (after < j) & (t + after < stop)
+
+
+@triton.jit
 def _conv_kernel(
-    x, past, future, weight_ptr, out_ptr, shape, chunks,
+    x, past, future, weight_ptr, out_ptr, shape, ends,
     K: tl.constexpr, HAS_PAST: tl.constexpr, HAS_FUTURE: tl.constexpr, CHUNKED: tl.constexpr,
     BC: tl.constexpr, AHEAD: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """A block of channels of one token, through all its frames.
 
     `window` holds frames t - REACH ... t + REACH in float32, `coming` the AHEAD after them as they arrive: converting
-    one waits for it. `chunks` is the number of the first frame and the chunks' length.
+    one waits for it. `ends` as `chunks.ChunkEnds`.
     """
     T, S, C = shape
-    first_frame, chunk_frames = chunks
     REACH: tl.constexpr = K - 1
     blocks = tl.cdiv(C, BC)
     pid = tl.program_id(0)
@@ -104,7 +115,7 @@ def _conv_kernel(
         for j in tl.static_range(1, K):
             after = window[REACH + j]
             if CHUNKED:
-                after = tl.where((first_frame + t) % chunk_frames + j < chunk_frames, after, 0.0)
+                after = tl.where(_chunk_ends_within(t, j, ends), 0.0, after)
             out += taps[j] * (window[REACH - j] + after)
         tl.store(out_ptr + (zero + t) * S * C + c, out.to(out_ptr.dtype.element_ty), mask=live)
         window, coming = window[1:], coming[1:]
@@ -112,7 +123,7 @@ def _conv_kernel(
 
 @triton.jit
 def _conv_backward_kernel(
-    x, past, future, weight_ptr, dout_ptr, dx_ptr, dpast_ptr, dfuture_ptr, partial_ptr, shape, chunks, tokens,
+    x, past, future, weight_ptr, dout_ptr, dx_ptr, dpast_ptr, dfuture_ptr, partial_ptr, shape, ends, tokens,
     K: tl.constexpr, HAS_PAST: tl.constexpr, HAS_FUTURE: tl.constexpr, CHUNKED: tl.constexpr,
     BC: tl.constexpr, AHEAD: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
@@ -123,7 +134,6 @@ def _conv_backward_kernel(
     dx_t = sum of w_j g_j, and dw_j = sum over t of x_t g_j.
     """
     T, S, C = shape
-    first_frame, chunk_frames = chunks
     REACH: tl.constexpr = K - 1
     blocks = tl.cdiv(C, BC)
     group, groups = tl.program_id(0) // blocks, tl.num_programs(0) // blocks
@@ -173,8 +183,8 @@ def _conv_backward_kernel(
             sums = empty_tuple() + (dtaps[0] + key * window[REACH],)
             for j in tl.static_range(1, K):
                 earlier = window[REACH - j]
-                if CHUNKED:  # what is before frame 0 is zero anyway, so its remainder need not be right
-                    earlier = tl.where((first_frame + t - j) % chunk_frames + j < chunk_frames, earlier, 0.0)
+                if CHUNKED:
+                    earlier = tl.where(_chunk_ends_within(t - j, j, ends), 0.0, earlier)
                 g = window[REACH + j] + earlier
                 dx += taps[j] * g
                 sums = sums + (dtaps[j] + key * g,)
@@ -192,7 +202,7 @@ def _conv_backward_kernel(
 
 @operator("short_conv")
 def short_conv(
-    x: Tensor, past: Tensor | None, future: Tensor | None, weight: Tensor, chunk_frames: int | None, first_frame: int
+    x: Tensor, past: Tensor | None, future: Tensor | None, weight: Tensor, ends: Sequence[int] | None
 ) -> Tensor:
     """`layer.TemporalShortConv`: x (B, T, S, C), past and future (B, K-1, S, C) of its dtype or None for zeros, weight
     (C, 1, K) -> (B, T, S, C) contiguous."""
@@ -204,17 +214,17 @@ def short_conv(
         launch(
             _conv_kernel, triton.cdiv(C, _CHANNELS) * S * B,
             (strided(x), strided(before), strided(after), weight.contiguous(), out, (T, S, C),
-             (first_frame, chunk_frames or 1)),
+             _NO_ENDS if ends is None else tuple(ends)),
             K=weight.shape[-1], HAS_PAST=past is not None, HAS_FUTURE=future is not None,
-            CHUNKED=chunk_frames is not None, BC=_CHANNELS, AHEAD=_AHEAD, UNROLL=_UNROLL, num_warps=2,
+            CHUNKED=ends is not None, BC=_CHANNELS, AHEAD=_AHEAD, UNROLL=_UNROLL, num_warps=2,
         )  # fmt: skip
     return out
 
 
 @operator("short_conv_backward")
 def short_conv_backward(
-    dout: Tensor, x: Tensor, past: Tensor | None, future: Tensor | None, weight: Tensor, chunk_frames: int | None,
-    first_frame: int,
+    dout: Tensor, x: Tensor, past: Tensor | None, future: Tensor | None, weight: Tensor,
+    ends: Sequence[int] | None,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of x, past, future and weight; empty where there is no such halo."""
     B, T, S, C = x.shape
@@ -230,8 +240,8 @@ def short_conv_backward(
     launch(
         _conv_backward_kernel, blocks * groups,
         (strided(x), strided(before), strided(after), weight.contiguous(), dout.contiguous(), dx, dpast, dfuture,
-         partial, (T, S, C), (first_frame, chunk_frames or 1), B * S),
-        K=K, HAS_PAST=past is not None, HAS_FUTURE=future is not None, CHUNKED=chunk_frames is not None,
+         partial, (T, S, C), _NO_ENDS if ends is None else tuple(ends), B * S),
+        K=K, HAS_PAST=past is not None, HAS_FUTURE=future is not None, CHUNKED=ends is not None,
         BC=_CHANNELS, AHEAD=_AHEAD_BACK, num_warps=2,
         UNROLL=_UNROLL_BACK if past is None and future is None else _UNROLL_HALO,
     )  # fmt: skip
@@ -259,7 +269,7 @@ def _save_conv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _conv_backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     given = ctx.saved_tensors
     grads = short_conv_backward(dout, *given, *ctx.options)
-    return (*(None if x is None else d for x, d in zip(given, grads, strict=True)), None, None)
+    return (*(None if x is None else d for x, d in zip(given, grads, strict=True)), None)
 
 
 short_conv.register_autograd(_conv_backward, setup_context=_save_conv)
