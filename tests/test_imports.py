@@ -10,10 +10,10 @@ ROOT = Path(__file__).parents[1]
 
 #: The modules of `frame_gdn`, or the folders they are in, each of which imports only from those before it.
 ORDER = (
-    "checks", "chunks", "needs_diffusers", "kernels.types", "kernels.products", "kernels.naive", "kernels.temporal_conv",
-    "kernels.plain", "kernels.triton", "kernels.backends", "kernels.flash4", "functional", "agreement", "handshake",
-    "parallel", "scan", "ops", "primitive", "gdn", "layer", "hosts", "parallelize", "swap", "pipeline", "camera",
-    "decoding",
+    "checks", "chunks", "needs_diffusers", "kernels.types", "kernels.products", "kernels.naive",
+    "kernels.temporal_conv", "kernels.plain", "kernels.triton", "kernels.backends", "kernels.flash4", "functional",
+    "agreement", "handshake", "parallel", "scan", "ops", "primitive", "gdn", "layer", "hosts", "parallelize", "swap",
+    "pipeline", "camera", "decoding",
 )  # fmt: skip
 
 #: What is written from the package, and what each of these imports of the others.
@@ -21,8 +21,12 @@ ABOVE = {"models": {"frame_gdn"}, "training": {"frame_gdn", "models"}}
 
 MOST_LINES, MOST_ARGUMENTS = 650, 12
 
-#: Signatures that others fix: the public function of the mathematics, and the forwards of diffusers' models.
-LONG_SIGNATURES = {"gdn.bidirectional_gdn", "hosts.sana_wm.model.*.forward"}
+#: Signatures that others fix: the public function of the mathematics and its oracle, the forwards of diffusers'
+#: models, a model's configuration.
+LONG_SIGNATURES = {
+    "gdn.bidirectional_gdn", "kernels.naive.naive_bidirectional_gdn", "hosts.sana_wm.model.*.forward",
+    "video_dit.VideoDiT.__init__", "video_dit.VideoDiT.forward",
+}  # fmt: skip
 
 
 def sources(folder: str) -> Iterator[tuple[str, ast.Module]]:
