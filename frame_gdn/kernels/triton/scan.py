@@ -23,39 +23,65 @@ from .tiles import scaled_rows
 def _load_square(
     ptr, row, col,
     stride_k: tl.constexpr, stride_n: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, TRANSPOSED: tl.constexpr,
+    DIAGONAL: tl.constexpr,
 ):  # fmt: skip
-    """Block (row, col) of a (D, D) matrix as the right operand; TRANSPOSED where memory runs along its rows' index."""
+    """Block (row, col) of a (D, D) matrix as the right operand; TRANSPOSED where memory runs along its rows' index.
+
+    With DIAGONAL the matrix's diagonal is zero here, for `_times_square` to multiply it apart.
+    """
     offs = tl.arange(0, BD)
     k, n = row * BD + offs, col * BD + offs
     if TRANSPOSED:
         addresses = (ptr + n.to(tl.int64) * stride_n)[:, None] + k[None, :]
-        return tl.trans(tl.load(addresses, mask=(n < D)[:, None] & (k < D)[None, :], other=0.0))
+        keep = (n < D)[:, None] & (k < D)[None, :]
+        if DIAGONAL and row == col:
+            keep &= offs[:, None] != offs[None, :]
+        return tl.trans(tl.load(addresses, mask=keep, other=0.0))
     else:
         across = n if stride_n == 1 else n.to(tl.int64) * stride_n
         addresses = (ptr + k.to(tl.int64) * stride_k)[:, None] + across[None, :]
-        return tl.load(addresses, mask=(k < D)[:, None] & (n < D)[None, :], other=0.0)
+        keep = (k < D)[:, None] & (n < D)[None, :]
+        if DIAGONAL and row == col:
+            keep &= offs[:, None] != offs[None, :]
+        return tl.load(addresses, mask=keep, other=0.0)
+
+
+@triton.jit
+def _times_diagonal(s, ptr, block, stride: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """Columns `block` of the rows times the matrix's diagonal, whose elements are `stride` apart, in float32."""
+    n = block * BD + tl.arange(0, BD)
+    return s * tl.load(ptr + n.to(tl.int64) * stride, mask=n < D, other=0.0)[None, :]
 
 
 @triton.jit
 def _times_square(
     s0, s1, ptr,
     stride_k: tl.constexpr, stride_n: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr,
-    TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+    TRANSPOSED: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows (s0 | s1) times a (D, D) matrix, each half scaled as the precision asks; s1 is anything where NB is 1."""
+    """Rows (s0 | s1) times a (D, D) matrix, each half scaled as the precision asks; s1 is anything where NB is 1.
+
+    With DIAGONAL the matrix's diagonal is multiplied apart, on float32 units. A transition is near a diagonal matrix,
+    and tensor cores cut off what does not fit their sums: over 121 frames a state that passed through them whole would
+    lose 2e-5 of itself.
+    """
     EXACT: tl.constexpr = PRECISION != "tf32"
-    a00 = _load_square(ptr, 0, 0, stride_k, stride_n, D, BD, TRANSPOSED)
+    a00 = _load_square(ptr, 0, 0, stride_k, stride_n, D, BD, TRANSPOSED, DIAGONAL)
     x0, size0 = scaled_rows(s0, EXACT)
     p0 = tl.dot(x0, a00, input_precision=PRECISION) * size0[:, None]
+    if DIAGONAL:
+        p0 += _times_diagonal(s0, ptr, 0, stride_k + stride_n, D, BD)
     p1 = p0
     if NB == 2:
         x1, size1 = scaled_rows(s1, EXACT)
-        a10 = _load_square(ptr, 1, 0, stride_k, stride_n, D, BD, TRANSPOSED)
+        a10 = _load_square(ptr, 1, 0, stride_k, stride_n, D, BD, TRANSPOSED, DIAGONAL)
         p0 += tl.dot(x1, a10, input_precision=PRECISION) * size1[:, None]
-        a01 = _load_square(ptr, 0, 1, stride_k, stride_n, D, BD, TRANSPOSED)
+        a01 = _load_square(ptr, 0, 1, stride_k, stride_n, D, BD, TRANSPOSED, DIAGONAL)
         p1 = tl.dot(x0, a01, input_precision=PRECISION) * size0[:, None]
-        a11 = _load_square(ptr, 1, 1, stride_k, stride_n, D, BD, TRANSPOSED)
+        a11 = _load_square(ptr, 1, 1, stride_k, stride_n, D, BD, TRANSPOSED, DIAGONAL)
         p1 += tl.dot(x1, a11, input_precision=PRECISION) * size1[:, None]
+        if DIAGONAL:
+            p1 += _times_diagonal(s1, ptr, 1, stride_k + stride_n, D, BD)
     return p0, p1
 
 
@@ -155,7 +181,7 @@ def scan_rows(
             s0 = tl.where(add_first, s0 + u0, s0)
             s1 = tl.where(add_first, s1 + u1, s1)
         A_frame_ptr = A_ptr + t.to(tl.int64) * A_frame
-        p0, p1 = _times_square(s0, s1, A_frame_ptr, A_k, A_n, D, BD, NB, TRANSPOSED, PRECISION)
+        p0, p1 = _times_square(s0, s1, A_frame_ptr, A_k, A_n, D, BD, NB, TRANSPOSED, not GATED, PRECISION)
         if GATED:
             gate = tl.load(gate_ptr + t)
             p0 = gate * (s0 - p0)
@@ -265,9 +291,9 @@ def _compose_rows(
             h1 = tl.load(h_ptr + slot + BD, mask=keep1, other=0.0)
         M_of_span = M_ptr + span.to(tl.int64) * M_span
         if TRANSPOSED:
-            s0, s1 = _times_square(s0, s1, M_of_span, 1, D, D, BD, NB, True, PRECISION)
+            s0, s1 = _times_square(s0, s1, M_of_span, 1, D, D, BD, NB, True, False, PRECISION)
         else:
-            s0, s1 = _times_square(s0, s1, M_of_span, D, 1, D, BD, NB, False, PRECISION)
+            s0, s1 = _times_square(s0, s1, M_of_span, D, 1, D, BD, NB, False, False, PRECISION)
         if CUT:
             # Nothing passes a span that holds a chunk's end.
             before = _ends_before(span * length, ends)

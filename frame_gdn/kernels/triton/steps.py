@@ -19,7 +19,8 @@ W, S and every sum are float32.
 Precision. bfloat16 tokens: products of tokens in bfloat16; where a state takes part, in float16 scaled by powers of
 two, which holds as many bits as TF32 in half the bytes, and so A is stored in float16. float16 tokens: the same, but A
 in float32 and states multiplied as three TF32 products. float32 tokens, and every dtype with precision="exact":
-float32's accuracy throughout, as three TF32 products.
+float32's accuracy throughout, as three TF32 products. The primitive's are too, but for its transitions' diagonals,
+which are multiplied apart in float32: see `scan._times_square`.
 """
 
 from collections.abc import Sequence
