@@ -3,6 +3,7 @@ output."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,7 +139,8 @@ def bidirectional_gdn(
             `kernels.types.Backend` runs in place of these, but not under torch.compile: a test's.
         precision: of triton with bfloat16 or float16 tokens. "default": tensor cores in 16 bit, sums and states in
             float32, so that the error stays near that of rounding the output; "exact": float32 throughout.
-        check: ranks compare their shapes on this call too, not on the group's first alone.
+        check: ranks compare their calls on this call too, not on the group's first alone, in one small message. What
+            one rank refuses is then an error on all, and so is every difference, named.
 
     Returns:
         out (B, N, H, D) in q's dtype, and the final state, None unless asked for.
@@ -146,13 +148,20 @@ def bidirectional_gdn(
     Raises:
         ValueError: for shapes, dtypes, devices or options that do not fit, a group this process is not in, ranks that
             disagree (found by the handshake), samples with different counts of active frames where a state is asked
-            for, and a short tail that continues a state alone, with merge_tail.
+            for, and a short tail that continues a state alone, with merge_tail. Without a handshake, ranks whose calls
+            differ return NaN, and so do the others where one refuses its mask or state. Where one refuses anything
+            else, or sends a message of another size, they fail when the transport does, at the group's timeout at the
+            latest; `check=True` finds out why.
     """
     positions = chunk_frames not in (None, 1) or first_chunk_frames not in (None, 1) or output_final_state
     counted = output_final_state and mask is not None  # then the ranks add up their active frames
-    with parallel.checked(group, due=check or counted or (positions and frames_per_rank is None)):
+    due = check or counted or (positions and frames_per_rank is None)
+    with parallel.checked(group, due=due):
         rank, size = parallel.rank_and_size(group)
-        B, T, H, D = _check(q, k, v, beta, decay, q_rot, k_rot, rotary, mask, initial_state)
+        B, T, H, D = _check(q, k, v, beta, decay, q_rot, k_rot, rotary)
+        refused = parallel.refusal(partial(_check_own, mask, initial_state, q, T), group, due=due)
+        if refused is not None:
+            mask = initial_state = None
         asked = grid = ChunkGrid(chunk_frames, first_chunk_frames, merge_tail)
         continues = initial_state is not None and initial_state.frames > 0
         if continues:  # at the border of a chunk, of which only the caller's grid can tell
@@ -172,11 +181,13 @@ def bidirectional_gdn(
             facts["continues"] = continues
         if output_final_state:
             facts["mask"] = "None" if mask is None else "given"
+        if refused is not None:
+            facts["refused"] = str(refused)
         consumed: object = "None" if initial_state is None else initial_state.frames
         if initial_state is None and rank and not output_final_state:
             consumed = None  # only the first rank needs the state, so that this one cannot tell
-        partial = {"tokens a frame": q.shape[1] // T if T else None, "initial_state.frames": consumed}
-        call = Call("bidirectional_gdn", facts, T, partial)
+        some = {"tokens a frame": q.shape[1] // T if T else None, "initial_state.frames": consumed}
+        call = Call("bidirectional_gdn", facts, T, some)
         active = mask.sum(1).tolist() if counted and mask is not None else None
     counts, frames, call = parallel.agree(
         call, group, frames_per_rank, positions=positions, check=check, active=active
@@ -207,6 +218,8 @@ def bidirectional_gdn(
             normalize, eps, not grid.is_causal, ends, passes, group, output_final_state, kernels, call
         )
         out, S, z = gdn_scan(x, S0, z0, options)
+    if refused is not None:
+        raise refused
     if S is None or not output_final_state:
         return out, None
     assert frames is not None
@@ -240,8 +253,6 @@ def _check(
     q_rot: Tensor | None,
     k_rot: Tensor | None,
     rotary: tuple[Tensor, Tensor] | None,
-    mask: Tensor | None,
-    initial_state: GDNState | None,
 ) -> tuple[int, int, int, int]:
     checks.tensor("q", q, ("B", "N", "H", "D"))
     B, N, H, D = q.shape
@@ -257,8 +268,12 @@ def _check(
         check_rotary(rotary, N, D, ("q", q))
         if q_rot is not None or k_rot is not None:
             raise ValueError("rotary takes the place of q_rot and k_rot: give one of them")
+    return B, T, H, D
+
+
+def _check_own(mask: Tensor | None, initial_state: GDNState | None, q: Tensor, T: int) -> None:
+    B, _, H, D = q.shape
     if mask is not None:
         checks.tensor("mask", mask, (B, T), dtype=torch.bool, beside=("q", q))
     if initial_state is not None:
         check_state("initial_state", initial_state, B, H, D, ("q", q))
-    return B, T, H, D

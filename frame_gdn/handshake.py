@@ -5,9 +5,10 @@ collectives, and offers what stands here beside them.
 """
 
 import contextlib
+import functools
 import struct
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,30 @@ HOW_TO_FIND_OUT = (
 )
 
 
+class Counts(list[int]):
+    """Every rank's frames by rank, as one call found them. What is called within that call with these as its
+    `frames_per_rank` belongs to it: its messages say so. A wrapper's copy of them is a list like any other."""
+
+    call: Call | None = None
+
+    @classmethod
+    def of(cls, call: Call, counts: Sequence[int]) -> "Counts":
+        """The counts that `call` found."""
+        made = cls(counts)
+        made.call = call
+        return made
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """The call as one number, 0 where there is none."""
+        return 0 if self.call is None else self.call.digest()
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What all ranks must have alike of the call, as facts of a call within it."""
+        return {} if self.call is None else {f"{self.call.name}'s {name}": f for name, f in self.call.facts.items()}
+
+
 class Agreed(NamedTuple):
     """What a handshake told. counts: every rank's frames by rank, None where nobody needs them and nobody said.
     active: frames of the whole clip that are no padding. call: what later messages of this call are compared by."""
@@ -60,6 +85,26 @@ class _Row(NamedTuple):
     values: list[int]
 
 
+def refusal(check: Callable[[], None], group: ProcessGroup | None, *, due: bool) -> Exception | None:
+    """Why this rank refuses what it alone may have wrong, a state or a mask; None where the check finds nothing wrong.
+
+    Where no handshake is due the others are in the call's first message by then. So the call goes on without what was
+    refused and with this error as one of its facts: the others receive NaN at once, instead of waiting for the group's
+    timeout, and this rank raises the error in the end. Where a handshake is due, or nobody waits, the check raises.
+    """
+    try:
+        check()
+    except Exception as error:
+        if not _has_peers(group) or due or group not in _agreed_before:
+            raise
+        return error
+    return None
+
+
+def _has_peers(group: object) -> bool:
+    return isinstance(group, ProcessGroup) and dist.get_rank(group) >= 0 and dist.get_world_size(group) > 1
+
+
 @contextlib.contextmanager
 def checked(group: ProcessGroup | None, *, due: bool = False) -> Iterator[None]:
     """Checks of one rank's input, made so that an error on one rank is one on all where a handshake is due.
@@ -70,8 +115,7 @@ def checked(group: ProcessGroup | None, *, due: bool = False) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        waited_for = isinstance(group, ProcessGroup) and dist.get_rank(group) >= 0 and dist.get_world_size(group) > 1
-        if waited_for and group is not None and (due or group not in _agreed_before):
+        if group is not None and _has_peers(group) and (due or group not in _agreed_before):
             said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             with contextlib.suppress(RuntimeError):  # of the transport: this rank's own error says more
                 _gather_rows(_Row(True, 0, 0, said, [0, 0]), group)
@@ -101,9 +145,10 @@ def agree(
             raise ValueError(_different_counts(active))
         return Agreed([call.frames], call.frames if active is None else next(iter(active), 0), call)
     counts = None if frames_per_rank is None else list(frames_per_rank)
+    around = frames_per_rank if isinstance(frames_per_rank, Counts) else Counts()
     total_active = None
     if check or active is not None or group not in _agreed_before or (positions and counts is None):
-        said = call._replace(partial={**call.partial, "frames_per_rank": counts})
+        said = call.also(**around.facts)._replace(partial={**call.partial, "frames_per_rank": counts})
         values = [0, 0] if not active else [active[0], _weighted_sum(active)]
         rows = _compared(said, values, group)
         counts = [row.frames for row in rows]
@@ -116,7 +161,12 @@ def agree(
         _agreed_before.add(group)
     if active is None and counts is not None:
         total_active = sum(counts)
-    return Agreed(counts, total_active, call.also(frames_per_rank=counts) if positions else call)
+    if around.call is not None:
+        call = call.also(within=around.digest)
+    if counts is not None:
+        call = call.also(frames_per_rank=counts) if positions else call
+        counts = Counts.of(call, counts)
+    return Agreed(counts, total_active, call)
 
 
 #: Counts of a batch are compared by their sum, each weighted by a power of this prime's primitive root.
@@ -137,8 +187,9 @@ def _compared(call: Call, values: Sequence[int], group: ProcessGroup) -> list[_R
     own = call._replace(partial=dict.fromkeys(call.partial))
     rows = _gather_rows(_Row(False, call.frames, own.digest(), call.text(), list(values)), group)
     for r, row in enumerate(rows):
-        if row.refused:
-            raise ValueError(f"rank {r} of the group refused its input, rank {rank} stops with it: {row.text}")
+        said = row.text if row.refused else agreement.value_of("refused", row.text)
+        if said is not None:
+            raise ValueError(f"rank {r} of the group refused its input, rank {rank} stops with it: {said}")
     found = agreement.disagreement([row.text for row in rows])
     if found is None and len({row.digest for row in rows}) > 1:
         found = f"their call beyond the first {agreement.TEXT_BYTES} bytes of its description"

@@ -1,6 +1,7 @@
 """`BidirectionalGDN`: the attention layer of a video DiT block, tokens in, tokens out."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -168,12 +169,17 @@ class BidirectionalGDN(FrameSharded):
             frames_per_rank: every rank's num_frames, if known; else asked in one tiny exchange.
 
         Raises:
-            ValueError: for shapes that do not fit, and as `bidirectional_gdn`.
+            ValueError: for shapes that do not fit, and as `bidirectional_gdn`; as with `check=True` there, unless
+                `frames_per_rank` is given.
         """
-        with parallel.checked(self.group, due=frames_per_rank is None):
+        due = frames_per_rank is None
+        with parallel.checked(self.group, due=due):
             asked = grid = ChunkGrid(chunk_frames, first_chunk_frames, merge_tail)
             checks.flag("output_final_state", output_final_state)
-            S = self._check(x, num_frames, rotary, mask, state)
+            S = self._check(x, num_frames, rotary)
+            refused = parallel.refusal(partial(self._check_own, x, num_frames, mask, state), self.group, due=due)
+            if refused is not None:  # a mask decides which messages follow
+                state, mask = None, x.new_ones(len(x), num_frames, dtype=torch.bool) if mask is not None else None
             if state is not None and state.frames:  # at the border of a chunk, of which only the caller can tell
                 grid = grid.continued
             rank, size = parallel.rank_and_size(self.group)
@@ -187,6 +193,8 @@ class BidirectionalGDN(FrameSharded):
                 "state.frames": None if state is None else state.frames,
                 "output_final_state": output_final_state, **asked.facts, "backend": self.backend,
             }  # fmt: skip
+            if refused is not None:
+                facts["refused"] = str(refused)
             if output_final_state:
                 facts["mask"] = "None" if mask is None else "given"
             call = Call("BidirectionalGDN", facts, num_frames, {"tokens a frame": S if num_frames else None})
@@ -222,6 +230,8 @@ class BidirectionalGDN(FrameSharded):
             chunk_frames=chunk_frames, first_chunk_frames=first_chunk_frames, merge_tail=merge_tail,
             eps=self.eps, group=self.group, frames_per_rank=counts, backend=self.backend,
         )  # fmt: skip
+        if refused is not None:
+            raise refused
         dtype = v.dtype
         del q, k, v  # with the projection that they are views of, five of the eight (B, N, C) that would be held here
         out = self.proj(functional.silu_gate(out.flatten(2), self.output_gate(x), dtype, self.backend))
@@ -297,8 +307,6 @@ class BidirectionalGDN(FrameSharded):
         x: Tensor,
         num_frames: int,
         rotary: tuple[Tensor, Tensor] | None,
-        mask: Tensor | None,
-        state: GDNState | None,
     ) -> int:
         checks.tensor("x", x, ("B", "N", self.hidden_size))
         checks.suits("x", x, self.qkv)
@@ -309,6 +317,11 @@ class BidirectionalGDN(FrameSharded):
         S = N // num_frames if num_frames else 1
         if rotary is not None:
             check_rotary(rotary, N, self.head_dim, ("x", x))
+        return S
+
+    def _check_own(self, x: Tensor, num_frames: int, mask: Tensor | None, state: GDNState | None) -> None:
+        B, N, C = x.shape
+        S = N // num_frames if num_frames else 1
         if mask is not None:
             checks.tensor("mask", mask, (B, num_frames), dtype=torch.bool, beside=("x", x))
         if state is not None:
@@ -321,7 +334,6 @@ class BidirectionalGDN(FrameSharded):
                     f"state has consumed {state.frames} frames but has no conv_tail, which the short convolution of "
                     f"width {self.conv_kernel_size} continues from: give what this layer returned"
                 )
-        return S
 
 
 def _last_active(mask: Tensor, group: ProcessGroup | None, counts: Sequence[int], call: Call) -> list[int]:

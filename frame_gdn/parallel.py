@@ -24,6 +24,7 @@ from .handshake import check_frames_per_rank as check_frames_per_rank
 from .handshake import checked as checked
 from .handshake import gather_ints as gather_ints
 from .handshake import rank_and_size as rank_and_size
+from .handshake import refusal as refusal
 from .handshake import sending
 from .kernels.types import accumulation_dtype
 
@@ -523,9 +524,10 @@ def _frames_of_ranks(
         check_frames_per_rank(frames_per_rank, x.shape[1], group)
     call = call.also(**options)._replace(frames=x.shape[1])
     known = call._replace(partial={**call.partial, "frame": _frame_shape(x)}).also(dtype=x.dtype)
-    counts = agree(known, group, frames_per_rank, positions=True, check=False).counts
+    counts, _, known = agree(known, group, frames_per_rank, positions=True, check=False)
     assert counts is not None
-    return counts, call
+    within = known.facts.get("within")
+    return counts, call if within is None else call.also(within=within)
 
 
 def _frame_shape(x: Tensor) -> tuple[int, ...] | None:

@@ -1,6 +1,7 @@
 """`cp_frame_gdn_scan`: the states of a given frame recurrence over all ranks' frames."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,11 +70,18 @@ def cp_frame_gdn_scan(
     Raises:
         ValueError: for shapes, dtypes or devices that do not fit, a k out of range (on every rank alike), an unknown
             gather or backend, a group this process is not in, or ranks that disagree (found on the group's first
-            call).
+            call, and where `truncate_to_active` is given without `frames_per_rank`). On other calls, ranks whose calls
+            differ return NaN, and so do the others where one refuses its initial_state. Where one refuses anything
+            else, sends a message of another size, or has "p2p" where another has not, they fail when the transport
+            does, at the group's timeout at the latest; the same call with a new group finds out why.
     """
-    with parallel.checked(group, due=truncate_to_active is not None and frames_per_rank is None):
+    due = truncate_to_active is not None and frames_per_rank is None
+    with parallel.checked(group, due=due):
         rank, size = parallel.rank_and_size(group)
-        BH, T, D = _check(W_kv, U_kv, W_z, U_z, initial_state)
+        BH, T, D = _check(W_kv, U_kv, W_z, U_z)
+        refused = parallel.refusal(partial(_check_state, initial_state, W_kv), group, due=due)
+        if refused is not None:
+            initial_state = None
         checks.flag("reverse", reverse)
         if truncate_to_active is not None and not checks.is_integer(truncate_to_active):
             raise ValueError(f"truncate_to_active must be None or an int, got {checks.shown(truncate_to_active)}")
@@ -85,6 +93,8 @@ def cp_frame_gdn_scan(
             "BH": BH, "D": D, "dtype": W_kv.dtype, "reverse": reverse, "truncate_to_active": k, "gather": gather,
             "backend": backend_name(backend),
         }  # fmt: skip
+        if refused is not None:
+            facts["refused"] = str(refused)
         given: str | None = "given" if initial_state is not None else "None"
         if initial_state is None and rank != (size - 1 if reverse else 0):
             given = None  # only the chain's first rank needs it, so that this one cannot tell
@@ -108,6 +118,8 @@ def cp_frame_gdn_scan(
             A = [torch.where(keep, a, eye) for a in A]
             B = [torch.where(keep, b, 0.0) for b in B]
     S, z, *ends = frame_scan(A, B, initial, ScanOptions(reverse, group, gather, terminal, kernels, call))
+    if refused is not None:
+        raise refused
     S, z = S.to(W_kv.dtype), z.squeeze(-2).to(W_kv.dtype)
     return CpFrameGdnScanResult(S, z, ends[0], ends[1].squeeze(-2)) if ends else (S, z)
 
@@ -131,16 +143,18 @@ def _truncation(
     return (owner, position), min(max(k - sum(counts[:rank]), 0), counts[rank])
 
 
-def _check(
-    W_kv: Tensor, U_kv: Tensor, W_z: Tensor, U_z: Tensor, initial_state: tuple[Tensor, Tensor] | None
-) -> tuple[int, int, int]:
+def _check(W_kv: Tensor, U_kv: Tensor, W_z: Tensor, U_z: Tensor) -> tuple[int, int, int]:
     checks.tensor("W_kv", W_kv, ("BH", "T_local", "D", "D"))
     BH, T, D, _ = W_kv.shape
     shapes = {"W_kv": (W_kv, (BH, T, D, D)), "U_kv": (U_kv, (BH, T, D, D)), "W_z": (W_z, (BH, T, D, D))}
     for name, (tensor, shape) in {**shapes, "U_z": (U_z, (BH, T, D))}.items():
         checks.tensor(name, tensor, shape, dtype=W_kv.dtype, beside=("W_kv", W_kv))
+    return BH, T, D
+
+
+def _check_state(initial_state: tuple[Tensor, Tensor] | None, W_kv: Tensor) -> None:
     if initial_state is not None:
+        BH, _, D, _ = W_kv.shape
         checks.pair("initial_state", initial_state, "(S, z)")
         checks.tensor("initial_state's S", initial_state[0], (BH, D, D), beside=("W_kv", W_kv))
         checks.tensor("initial_state's z", initial_state[1], (BH, D), beside=("W_kv", W_kv))
-    return BH, T, D

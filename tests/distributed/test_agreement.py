@@ -115,6 +115,19 @@ def functional(rank: int, size: int, rounds: bool) -> None:
         assert f"disagree on {name}: rank" in said or f"; and on {name}: rank" in said, said
         assert f"rank {size - 1} has " in said, said
 
+    # What one rank refuses of its own is NaN on the others, and they do not wait.
+    wide = GDNState(torch.ones(B, H, D + 1, D + 1), torch.ones(B, H, D + 1))
+    for name, wrong in {
+        "initial_state.S must be": {"initial_state": wide},
+        "initial_state must be": {"initial_state": {"S": 1}},
+        "mask must be": {"mask": torch.ones(B, T + 1, dtype=torch.bool)},
+    }.items():
+        keywords = {**tokens(rank), "frames_per_rank": counts, "group": group, **(wrong if odd else {})}
+        if odd:
+            assert name in error_of(bidirectional_gdn, **keywords)
+        else:
+            assert_all_nan(name, bidirectional_gdn(**keywords)[0])
+
     # What is no disagreement is not taken for one.
     for keywords in (
         {"initial_state": state() if rank == 0 else None},
@@ -180,6 +193,12 @@ def primitive(rank: int, size: int) -> None:
     first_alone = (torch.ones(H, D, D), torch.ones(H, D)) if rank == 0 else None
     results = cp_frame_gdn_scan(**transitions(rank), group=group, initial_state=first_alone)
     assert all(result.isfinite().all() for result in results)
+    keywords = {**transitions(rank), "group": group, "initial_state": torch.ones(H, D, D)}
+    if odd:
+        assert "initial_state must be" in error_of(cp_frame_gdn_scan, **keywords)
+    else:
+        keywords.pop("initial_state")
+        assert_all_nan("a state refused", *cp_frame_gdn_scan(**keywords))
 
 
 def layer(rank: int, size: int) -> None:
@@ -193,6 +212,19 @@ def layer(rank: int, size: int) -> None:
         out, _ = module(x, T, frames_per_rank=counts, **(keywords if odd else {}))
         assert_all_nan(name, out)
         module.eps, module.backend = 1e-15, "auto"
+    wrong = {"state": GDNState(torch.ones(B, H, D + 1, D + 1), torch.ones(B, H, D + 1))} if odd else {}
+    for width in (0, 1, 4):  # without halo the states alone tell
+        module = BidirectionalGDN(H * D, H, conv_kernel_size=width, group=dist.group.WORLD)
+        module.q_norm.eps = 1e-3 if odd else 1e-5
+        assert_all_nan("norm_eps", module(x, T, frames_per_rank=counts)[0])
+        module.q_norm.eps = 1e-5
+        if odd:
+            assert "state.S must be" in error_of(module, x, T, frames_per_rank=counts, **wrong)
+        else:
+            assert_all_nan("a state refused", module(x, T, frames_per_rank=counts)[0])
+    mask = torch.ones(B, T + odd, dtype=torch.bool)  # where active frames are counted, the ranks hear of it
+    said = error_of(module, x, T, mask=mask, output_final_state=True, frames_per_rank=counts)
+    assert f"rank {size - 1} of the group refused its input" in said and "mask must be" in said
 
 
 def frames(rank: int, size: int) -> None:

@@ -123,7 +123,7 @@ def test_sharded_equals_unsharded_in_values_gradients_and_states(size, expected)
 
 def count_collectives(rank: int, size: int) -> dict[str, dict[str, int]]:
     """What one forward and backward of the steady state issue, by kind."""
-    model, inputs, _ = case(2, padded=False)
+    model, inputs, _ = case(ChunkGrid(2), padded=False)
     parallelize(model, dist.group.WORLD)
     mine = frames_of(inputs, split(7, [4, 3], rank))
     model(**mine, frames_per_rank=[4, 3])  # the handshake
@@ -182,7 +182,7 @@ def test_parallelize_takes_a_mesh_or_a_group_and_refuses_the_rest():
 
 
 def disagree(rank: int, size: int) -> str:
-    model, inputs, _ = case(2, padded=False)
+    model, inputs, _ = case(ChunkGrid(2), padded=False)
     parallelize(model, dist.group.WORLD)
     mine = frames_of(inputs, split(7, [4, 3], rank))
     if rank == 1:
