@@ -8,6 +8,7 @@ from .kernels.backends import BackendChoice, backend_of
 from .layer import BidirectionalGDN
 from .parallelize import parallelize
 from .primitive import CpFrameGdnScanResult, cp_frame_gdn_scan
+from .rollout_state import RolloutState
 from .swap import swap, unswap
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ __all__ = [
     "CpFrameGdnScanResult",
     "FrameGDNRolloutPipeline",
     "GDNState",
+    "RolloutState",
     "backend_of",
     "bidirectional_gdn",
     "cp_frame_gdn_scan",

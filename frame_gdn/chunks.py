@@ -164,3 +164,125 @@ class ChunkGrid:
         first = (self.first_chunk_frames or self.chunk_frames) - 1 - start
         stop = total - self.chunk_frames - start if self.merge_tail else checks.LARGEST
         return ChunkEnds(first if first >= 0 else first % self.chunk_frames, self.chunk_frames, stop)
+
+
+@dataclass(frozen=True)
+class SoftmaxWindow:
+    """Which earlier chunks a chunk of softmax attention sees beside itself.
+
+    Attributes:
+        chunks: how many of them, the sink counted; None: all.
+        sink: the clip's first chunk is one of them.
+
+    Raises:
+        ValueError: a value out of its range.
+
+    Source: `num_cached_blocks` and `sink_token` of SANA-WM's streaming model (NVlabs/Sana).
+    """
+
+    chunks: int | None = None
+    sink: bool = False
+
+    def __post_init__(self) -> None:
+        checks.integer("softmax_window", self.chunks, 1, optional=True)
+        checks.flag("softmax_sink", self.sink)
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "SoftmaxWindow":
+        """The window that a model's configuration holds; one saved before an entry existed has its default."""
+        return cls(config.get("softmax_window"), bool(config.get("softmax_sink", False)))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The attributes by the names that arguments and configurations give them."""
+        return {"softmax_window": self.chunks, "softmax_sink": self.sink}
+
+    def check(self, grid: ChunkGrid) -> None:
+        """ValueError where there are no chunks to count."""
+        if self.chunks is not None and grid.chunk_frames is None:
+            raise ValueError(f"softmax_window {self.chunks} counts chunks, but chunk_frames is None")
+
+    def kept(self, number: int) -> list[int]:
+        """The numbers of the chunks that the chunk of this number sees beside itself."""
+        if self.chunks is None or number <= self.chunks:
+            return list(range(number))
+        sink = [0] if self.sink else []
+        return [*sink, *range(number - self.chunks + len(sink), number)]
+
+
+@dataclass(frozen=True)
+class KeyFrames:
+    """Where the keys of one call's softmax attention lie: those that a state keeps, then those of the call's frames.
+
+    Attributes:
+        grid: the grid, counted from the call's first frame.
+        window: which earlier chunks a chunk sees.
+        total: frames of the call, those of all ranks.
+        number: the number in the clip of the call's first chunk.
+        kept: the lengths of the chunks that the state keeps, in the order of the clip.
+    """
+
+    grid: ChunkGrid
+    window: SoftmaxWindow
+    total: int
+    number: int = 0
+    kept: tuple[int, ...] = ()
+
+    @property
+    def past(self) -> int:
+        """Frames that the state keeps, which lie before those of the call."""
+        return sum(self.kept)
+
+    def seen(self, start: int, stop: int) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+        """(first, last, runs): of the call's frames start ... stop - 1, start + first ... start + last - 1 see the
+        frames in these runs (begin, end) of what the state keeps and the call brings.
+
+        Where no frame is asked for, one empty entry that sees all: an empty shard takes part in a gather's backward.
+        """
+        if start == stop:
+            yield 0, 0, [(0, self.past + self.total)]
+        elif self.window.chunks is None:
+            for first, last, end in self.grid.horizons(start, stop, self.total):
+                yield first, last, [(0, self.past + end)]
+        else:
+            places = self._places(self.total)
+            for number, (begin, end) in places.items():
+                first, last = max(begin - self.past, start), min(end - self.past, stop)
+                if number >= self.number and first < last:
+                    yield first - start, last - start, _runs([places[n] for n in (*self.window.kept(number), number)])
+
+    def after(self, frames: int) -> tuple[int, tuple[int, ...], list[tuple[int, int]]]:
+        """What a state keeps after so many of the call's frames: how many chunks of the clip there have been, the
+        lengths of those that are kept, and their runs as in `seen`."""
+        places = self._places(frames)
+        chunks = max((number + 1 for number in places), default=self.number)
+        kept = [places[number] for number in self.window.kept(chunks)]
+        return chunks, tuple(end - begin for begin, end in kept), _runs(kept)
+
+    def _places(self, frames: int) -> dict[int, tuple[int, int]]:
+        """By number, where the chunks that the state keeps lie, and those of the call's first frames."""
+        places, end = {}, 0
+        for number, length in zip(self.window.kept(self.number), self.kept, strict=True):
+            places[number] = (end, end + length)
+            end += length
+        for ahead, (first, last, _) in enumerate(self.grid.horizons(0, self.total, self.total)):
+            if first < frames:
+                places[self.number + ahead] = (end + first, end + min(last, frames))
+        return places
+
+
+def _runs(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbours joined: [(0, 4), (7, 10), (10, 13)] -> [(0, 4), (7, 13)]."""
+    runs: list[tuple[int, int]] = []
+    for begin, end in places:
+        if runs and runs[-1][1] == begin:
+            runs[-1] = (runs[-1][0], end)
+        else:
+            runs.append((begin, end))
+    return runs
+
+
+def frames_at(x: Tensor, runs: list[tuple[int, int]]) -> Tensor:
+    """The frames in these runs of x (B, T, ...): a view of one run, a copy of several."""
+    parts = [x[:, begin:end] for begin, end in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1) if parts else x[:, :0]

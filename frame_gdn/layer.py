@@ -299,7 +299,7 @@ class BidirectionalGDN(FrameSharded):
         if not output_tail:
             return out, None
         if len(set(ends)) == 1:
-            return out, frames(ends[0], ends[0] + width)
+            return out, frames(ends[0], ends[0] + width).clone()  # not a view of all that was fetched
         return out, torch.cat([frames(end, end + width)[b : b + 1] for b, end in enumerate(ends)])
 
     def _check(

@@ -1,5 +1,5 @@
 """The video diffusion transformer that train.py trains and rollout.py runs."""
 
-from .video_dit import VideoDiT, VideoDiTOutput, VideoDiTState
+from .video_dit import VideoDiT, VideoDiTOutput
 
-__all__ = ["VideoDiT", "VideoDiTOutput", "VideoDiTState"]
+__all__ = ["VideoDiT", "VideoDiTOutput"]

@@ -6,8 +6,9 @@ Frames may be sharded over a process group (`frame_gdn.parallelize`): the module
 `FrameSharded` and hold that group, all others see one frame at a time.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
@@ -17,10 +18,9 @@ from diffusers.models.modeling_utils import ModelMixin
 from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
-from frame_gdn import BidirectionalGDN, GDNState, checks, functional
+from frame_gdn import BidirectionalGDN, GDNState, RolloutState, checks, functional
 from frame_gdn.agreement import Call, described
-from frame_gdn.chunks import ChunkEnds, ChunkGrid
-from frame_gdn.gdn import check_state
+from frame_gdn.chunks import ChunkEnds, ChunkGrid, KeyFrames, SoftmaxWindow, frames_at
 from frame_gdn.hosts.clip import softmax
 from frame_gdn.kernels.backends import BACKENDS
 from frame_gdn.parallel import (
@@ -33,73 +33,21 @@ from frame_gdn.parallel import (
     halo,
     rank_and_size,
 )
+from frame_gdn.rollout_state import facts_of
+
+#: The part of a `RolloutState` that one block carries, by name.
+BlockState = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class SoftmaxState:
-    """Keys and values of every frame that a softmax block has seen: `kv` (B, T_past, S, 2, H, D), keys rotated."""
-
-    kv: Tensor
+def gdn_state(block: BlockState, frames: int) -> GDNState:
+    """A block's attention state after so many frames."""
+    return GDNState(block["attn.S"], block["attn.z"], frames, block.get("attn.conv_tail"))
 
 
-@dataclass(frozen=True)
-class BlockState:
-    """`attn`: the attention's state. `conv_tail` (B, 1, S, C): the temporal convolution's input at the last frame."""
-
-    attn: GDNState | SoftmaxState
-    conv_tail: Tensor
-
-
-@dataclass(frozen=True)
-class VideoDiTState:
-    """What a `VideoDiT` carries from chunk to chunk: a state a block, and how many `frames` it has seen."""
-
-    blocks: list[BlockState]
-    frames: int
-
-    def to(self, device: torch.device | str) -> "VideoDiTState":
-        """The state on another device; dtypes stay."""
-        return self._map(lambda t: t.to(device))
-
-    def detach(self) -> "VideoDiTState":
-        """The state without its history: gradients stop here."""
-        return self._map(Tensor.detach)
-
-    def clone(self) -> "VideoDiTState":
-        """A copy in memory of its own."""
-        return self._map(Tensor.clone)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """A flat dictionary of tensors, ready for safetensors or torch.save."""
-        flat = {"frames": torch.tensor(self.frames, dtype=torch.int64)}
-        for index, block in enumerate(self.blocks):
-            attn = {"kv": block.attn.kv} if isinstance(block.attn, SoftmaxState) else block.attn.state_dict()
-            flat.update({f"blocks.{index}.attn.{name}": tensor for name, tensor in attn.items()})
-            flat[f"blocks.{index}.conv_tail"] = block.conv_tail
-        return {name: tensor.contiguous() for name, tensor in flat.items()}
-
-    @classmethod
-    def from_state_dict(cls, saved: dict[str, Tensor]) -> "VideoDiTState":
-        """The inverse of `state_dict`. Raises ValueError for other keys, and for tensors that make no state."""
-        if not isinstance(saved, Mapping) or "frames" not in saved:
-            raise ValueError(f"saved must be what state_dict() returned, got {checks.shown(saved)}")
-        checks.tensor("frames", saved["frames"], (), dtype=torch.int64)
-        blocks = []
-        while f"blocks.{len(blocks)}.conv_tail" in saved:
-            prefix = f"blocks.{len(blocks)}.attn."
-            attn = {name.removeprefix(prefix): tensor for name, tensor in saved.items() if name.startswith(prefix)}
-            attn_state = SoftmaxState(attn["kv"]) if attn.keys() == {"kv"} else GDNState.from_state_dict(attn)
-            blocks.append(BlockState(attn_state, saved[f"blocks.{len(blocks)}.conv_tail"]))
-        state = cls(blocks, int(saved["frames"]))
-        checks.keys("saved", saved, list(state.state_dict()))
-        return state
-
-    def _map(self, function: Callable[[Tensor], Tensor]) -> "VideoDiTState":
-        def mapped(attn: GDNState | SoftmaxState) -> GDNState | SoftmaxState:
-            tensors = {name: value for name, value in vars(attn).items() if isinstance(value, Tensor)}
-            return replace(attn, **{name: function(tensor) for name, tensor in tensors.items()})
-
-        return VideoDiTState([BlockState(mapped(b.attn), function(b.conv_tail)) for b in self.blocks], self.frames)
+def block_state(state: GDNState) -> BlockState:
+    """The inverse of `gdn_state`, but for the count of frames."""
+    tail = {} if state.conv_tail is None else {"attn.conv_tail": state.conv_tail}
+    return {"attn.S": state.S, "attn.z": state.z, **tail}
 
 
 @dataclass
@@ -107,7 +55,7 @@ class VideoDiTOutput(BaseOutput):
     """`sample` (B, out_channels, T, h, w); `state` is None unless it was asked for."""
 
     sample: Tensor
-    state: VideoDiTState | None = None
+    state: RolloutState | None = None
 
 
 # --- positions in noise and in the clip ---------------------------------------------------------------------------
@@ -165,7 +113,8 @@ class Clip:
     Attributes:
         counts: every rank's number of frames; `start` ... `stop` - 1 of `total` are here.
         height, width: patches of a frame.
-        grid: the grid of chunks, past whose ends no frame sees.
+        grid: the grid of chunks, past whose ends no frame sees; `keys` those that softmax attention sees.
+        consumed: frames of the clip before this call, which a state stands for.
         rotary: cosines and sines, each (N_local, D/2), of the frames here.
         mask: (B, T_local), the frames here that are not padding; `clip_mask` (B, T) those of all ranks. None: all are.
         active: the frames after which a state is asked for; None where none is.
@@ -179,6 +128,8 @@ class Clip:
     height: int
     width: int
     grid: ChunkGrid
+    keys: KeyFrames
+    consumed: int
     rotary: tuple[Tensor, Tensor]
     mask: Tensor | None
     clip_mask: Tensor | None
@@ -229,39 +180,39 @@ class SoftmaxAttention(FrameSharded):
         self.norm_k = RMSNorm(hidden_size, eps=norm_eps)
         self.to_out = nn.Linear(hidden_size, hidden_size)
 
-    def forward(self, x: Tensor, clip: Clip, state: SoftmaxState | None = None) -> tuple[Tensor, SoftmaxState | None]:
-        """x (B, T_local, S, C) → the same shape, and the state after `clip.active` frames."""
+    def forward(self, x: Tensor, clip: Clip, state: BlockState | None = None) -> tuple[Tensor, BlockState]:
+        """x (B, T_local, S, C) → the same shape, and its part of the state after `clip.active` frames."""
         frames, tokens = x.shape[1:3]
         x = x.flatten(1, 2)
         q, k, v = self.norm_q(self.to_q(x)), self.norm_k(self.to_k(x)), self.to_v(x)
         q, k, v = (t.to(v.dtype).unflatten(-1, (self.num_heads, -1)) for t in (q, k, v))
         q, k = (functional.rotary(t, *clip.rotary, backend=self.backend) for t in (q, k))
         q, k, v = (t.unflatten(1, (frames, tokens)) for t in (q, k, v))
-        past = 0 if state is None else state.kv.shape[1]
         keys, values, final_state = self._of_all_frames(k, v, clip, state)
-        seen = None if clip.clip_mask is None else nn.functional.pad(clip.clip_mask, (past, 0), value=True)
+        active = None if clip.clip_mask is None else nn.functional.pad(clip.clip_mask, (clip.keys.past, 0), value=True)
 
         out = []
-        for first, last, end in key_horizons(clip):
-            allowed = None if seen is None else allowed_keys(seen[:, : past + end], tokens)
-            to_see = (t[:, : past + end].flatten(1, 2) for t in (keys, values))
+        for first, last, runs in clip.keys.seen(clip.start, clip.stop):
+            allowed = None if active is None else allowed_keys(frames_at(active, runs), tokens)
+            to_see = (frames_at(t, runs).flatten(1, 2) for t in (keys, values))
             out.append(softmax(q[:, first:last].flatten(1, 2), *to_see, mask=allowed, attention=self.attention))
         attended = functional.select((out[0] if len(out) == 1 else torch.cat(out, 1)).flatten(2), clip.mask)
         return self.to_out(attended).unflatten(1, (frames, tokens)), final_state
 
     def _of_all_frames(
-        self, k: Tensor, v: Tensor, clip: Clip, state: SoftmaxState | None
-    ) -> tuple[Tensor, Tensor, SoftmaxState | None]:
-        """Keys and values (B, T_local, S, H, D) → those of the past and of all ranks' frames, and the final state."""
+        self, k: Tensor, v: Tensor, clip: Clip, state: BlockState | None
+    ) -> tuple[Tensor, Tensor, BlockState]:
+        """Keys and values (B, T_local, S, H, D) → those that the state keeps and of all ranks' frames, and its next
+        part."""
         k, v = select_active(k, clip.mask), select_active(v, clip.mask)
-        if len(clip.counts) == 1 and state is None and clip.active is None:
-            return k, v, None
-        kv = gather_frames(torch.stack([k, v], dim=3), self.group, clip.counts, clip.call)
+        if len(clip.counts) > 1:
+            k, v = gather_frames(torch.stack([k, v], dim=3), self.group, clip.counts, clip.call).unbind(3)
         if state is not None:
-            kv = torch.cat([state.kv.to(kv.dtype), kv], dim=1)
-        past = kv.shape[1] - clip.total
-        final_state = None if clip.active is None else SoftmaxState(kv[:, : past + clip.active])
-        return kv[:, :, :, 0], kv[:, :, :, 1], final_state
+            k, v = (torch.cat([state[f"attn.{n}"].to(t.dtype), t], 1) for n, t in (("keys", k), ("values", v)))
+        if clip.active is None:
+            return k, v, {}
+        _, _, runs = clip.keys.after(clip.active)
+        return k, v, {f"attn.{name}": frames_at(t, runs).clone() for name, t in (("keys", k), ("values", v))}
 
 
 def allowed_keys(seen: Tensor, tokens: int) -> Tensor:
@@ -269,14 +220,6 @@ def allowed_keys(seen: Tensor, tokens: int) -> Tensor:
     # Without one active key a sample may attend to all: its rows are padding, and their softmax must be finite.
     seen = seen | ~seen.any(dim=1, keepdim=True)
     return seen.repeat_interleave(tokens, dim=1)[:, None, None]
-
-
-def key_horizons(clip: Clip) -> Iterator[tuple[int, int, int]]:
-    """(first, last, end): of the frames here, first ... last - 1 attend to the frames 0 ... end - 1 of the clip."""
-    # An empty shard attends with its no queries: it takes part in the backward of the gather too.
-    if clip.start == clip.stop:
-        yield 0, 0, clip.total
-    yield from clip.grid.horizons(clip.start, clip.stop, clip.total)
 
 
 class Taps(nn.Linear):
@@ -338,10 +281,10 @@ class TemporalConv(FrameSharded):
         if clip.active is None:
             return None
         if clip.active == 0:
-            return x.new_zeros(x.shape[0], 1, *x.shape[2:]) if tail is None else tail
+            return x.new_zeros(x.shape[0], 1, *x.shape[2:]) if tail is None else tail.clone()
         last = clip.active - 1
         if len(clip.counts) == 1:
-            return x[:, last : last + 1]
+            return x[:, last : last + 1].clone()
         return fetch_frames(x, [[last]] * len(clip.counts), self.group, clip.counts, clip.call)
 
 
@@ -483,29 +426,29 @@ class VideoDiTBlock(nn.Module):
         shift1, scale1, gate1, shift2, scale2, gate2 = (self.scale_shift_table + modulation).unbind(2)
 
         h = self.norm1(x, shift1, scale1)
-        attn_state = None if state is None else state.attn
         if isinstance(self.attn, BidirectionalGDN):
-            h, attn_state = self.attn(
+            h, final = self.attn(
                 h.flatten(1, 2),
                 h.shape[1],
                 rotary=clip.rotary,
                 mask=clip.mask,
-                state=attn_state,
+                state=None if state is None else gdn_state(state, clip.consumed),
                 output_final_state=clip.active is not None,
                 frames_per_rank=clip.counts,
                 **clip.grid.facts,
             )
+            new_state = {} if final is None else block_state(final)
         else:
-            h, attn_state = self.attn(h, clip, attn_state)
+            h, new_state = self.attn(h, clip, state)
         x = self._add(x, h, gate1)  # under autocast the residual stream is float32
 
         if self.cross_attn is not None:
             x = self._add(x, self.cross_attn(x.flatten(1, 2), text, text_bias))
 
         h = self.norm2(x, shift2, scale2)
-        h, tail = self.ff(h, clip, None if state is None else state.conv_tail)
+        h, tail = self.ff(h, clip, None if state is None else state["ff.tail"])
         x = self._add(x, h, gate2)
-        return x, None if clip.active is None else BlockState(attn_state, tail)
+        return x, None if tail is None else {**new_state, "ff.tail": tail}
 
     def _add(self, x: Tensor, h: Tensor, gate: Tensor | None = None) -> Tensor:
         """x + gate · h of x (B, T, S, C), h of as many tokens, gate (B, T, C)."""
@@ -529,6 +472,9 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         first_chunk_frames: frames of a clip's first chunk; None: as the others.
         merge_tail: a tail shorter than chunk_frames joins the chunk before it, within one call; False: it is a chunk
             of its own.
+        softmax_window: chunks that a chunk sees in the softmax blocks beside itself, the sink counted; None: all of
+            the past. It needs chunk_frames.
+        softmax_sink: the clip's first chunk is one of them, and so always seen.
 
     Raises:
         ValueError: an argument out of its range.
@@ -556,6 +502,8 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         chunk_frames: int | None = None,
         first_chunk_frames: int | None = None,
         merge_tail: bool = False,
+        softmax_window: int | None = None,
+        softmax_sink: bool = False,
     ) -> None:
         super().__init__()
         sizes = {
@@ -568,7 +516,7 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
             checks.integer(name, size, 1)
         for name, size in {"out_channels": out_channels, "cross_attention_dim": cross_attention_dim}.items():
             checks.integer(name, size, 1, optional=True)
-        ChunkGrid(chunk_frames, first_chunk_frames, merge_tail)
+        SoftmaxWindow(softmax_window, softmax_sink).check(ChunkGrid(chunk_frames, first_chunk_frames, merge_tail))
         checks.integer("num_layers", num_layers, 0)
         checks.integer("softmax_every_n", softmax_every_n, 0)
         checks.integer("conv_kernel_size", conv_kernel_size, 0)
@@ -611,11 +559,11 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         chunk_frames: int | None = None,
         first_chunk_frames: int | None = None,
         merge_tail: bool | None = None,
-        state: VideoDiTState | None = None,
+        state: RolloutState | None = None,
         output_state: bool = False,
         frames_per_rank: list[int] | None = None,
         return_dict: bool = True,
-    ) -> VideoDiTOutput | tuple[Tensor, VideoDiTState | None]:
+    ) -> VideoDiTOutput | tuple[Tensor, RolloutState | None]:
         """Predict what the training objective asks for, of noisy latents.
 
         Args:
@@ -642,8 +590,13 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
             asked = grid = self._grid(chunk_frames, first_chunk_frames, merge_tail)
             checks.flag("output_state", output_state)
             checks.flag("return_dict", return_dict)
+            window = SoftmaxWindow.of(self.config)
+            window.check(asked)
+            state_facts = {}
+            if state is not None or output_state:
+                state_facts = facts_of(self, hidden_states.dtype, **asked.facts)
             if state is not None:
-                self._check_state(state, hidden_states)
+                self._check_state(state, state_facts, window, hidden_states)
                 grid = grid.after("state", state.frames)
             batch, _, num_frames, height, width = hidden_states.shape
             patch_size = self.config.patch_size
@@ -702,7 +655,8 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
 
         new_state = None
         if clip.active is not None:
-            new_state = VideoDiTState(states, clip.active + (0 if state is None else state.frames))
+            chunks, kept, _ = clip.keys.after(clip.active)
+            new_state = RolloutState(states, clip.consumed + clip.active, chunks, kept, state_facts)
         return VideoDiTOutput(sample, new_state) if return_dict else (sample, new_state)
 
     def set_backend(self, backend: str) -> None:
@@ -735,7 +689,7 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         width: int,
         mask: Tensor | None,
         grid: ChunkGrid,
-        state: VideoDiTState | None,
+        state: RolloutState | None,
         output_state: bool,
         frames_per_rank: list[int] | None,
     ) -> Clip:
@@ -749,7 +703,7 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         active = None
         if output_state:
             active = total if clip_mask is None else count_active(clip_mask)
-        first = start + (0 if state is None else state.frames)
+        consumed, chunks, kept = (0, 0, ()) if state is None else (state.frames, state.chunks, tuple(state.kept))
         return Clip(
             counts=counts,
             start=start,
@@ -758,11 +712,13 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
             height=height,
             width=width,
             grid=grid,
-            rotary=rotary_table(head_dim, first, num_frames, height, width, like=x),
+            keys=KeyFrames(grid, SoftmaxWindow.of(self.config), total, chunks, kept),
+            consumed=consumed,
+            rotary=rotary_table(head_dim, consumed + start, num_frames, height, width, like=x),
             mask=mask,
             clip_mask=clip_mask,
             active=active,
-            call=call.brief(),
+            call=call.brief() if len(counts) > 1 else call,  # a process alone, exported perhaps, compares nothing
         )
 
     def _grid(self, chunk_frames: int | None, first_chunk_frames: int | None, merge_tail: bool | None) -> ChunkGrid:
@@ -810,30 +766,28 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         if frame_mask is not None:
             checks.tensor("frame_mask", frame_mask, (batch, num_frames), dtype=torch.bool, beside=beside)
 
-    def _check_state(self, state: VideoDiTState, hidden_states: Tensor) -> None:
-        if not isinstance(state, VideoDiTState):
-            raise ValueError(f"state must be None or a VideoDiTState, got {checks.shown(state)}")
-        checks.integer("state.frames", state.frames, 0)
-        if len(state.blocks) != len(self.blocks):
-            raise ValueError(f"the state is of {len(state.blocks)} blocks, the model has {len(self.blocks)}")
-        batch, _, _, height, width = hidden_states.shape
-        tokens = (height // self.config.patch_size) * (width // self.config.patch_size)
-        heads, head_dim = self.config.num_attention_heads, self.config.attention_head_dim
-        channels, beside = heads * head_dim, ("hidden_states", hidden_states)
-        for index, (block, block_state) in enumerate(zip(self.blocks, state.blocks, strict=True)):
-            name = f"state.blocks[{index}]"
-            checks.tensor(f"{name}.conv_tail", block_state.conv_tail, (batch, 1, tokens, channels), beside=beside)
-            attn = block_state.attn
-            if isinstance(block.attn, SoftmaxAttention):
-                if not isinstance(attn, SoftmaxState):
-                    raise ValueError(f"{name}.attn must be a SoftmaxState, as the model's block, got {type(attn)}")
-                kv = (batch, state.frames, tokens, 2, heads, head_dim)
-                checks.tensor(f"{name}.attn.kv", attn.kv, kv, beside=beside)
-                continue
-            check_state(f"{name}.attn", attn, batch, heads, head_dim, beside)
-            if self.config.conv_kernel_size:
-                tail = (batch, self.config.conv_kernel_size - 1, tokens, channels)
-                checks.tensor(f"{name}.attn.conv_tail", attn.conv_tail, tail, beside=beside)
+    def _check_state(
+        self, state: RolloutState, facts: dict[str, Any], window: SoftmaxWindow, hidden_states: Tensor
+    ) -> None:
+        if not isinstance(state, RolloutState):
+            raise ValueError(f"state must be None or a RolloutState, got {checks.shown(state)}")
+        B, _, _, height, width = hidden_states.shape
+        S = (height // self.config.patch_size) * (width // self.config.patch_size)
+        H, D, K = self.config.num_attention_heads, self.config.attention_head_dim, self.config.conv_kernel_size
+        softmax = dict.fromkeys(("attn.keys", "attn.values"), (B, sum(state.kept), S, H, D))
+        gdn: dict[str, tuple[int, ...]] = {"attn.S": (B, H, D, D), "attn.z": (B, H, D)}
+        if K:
+            gdn["attn.conv_tail"] = (B, K - 1, S, H * D)
+        shapes = [
+            {**(softmax if isinstance(block.attn, SoftmaxAttention) else gdn), "ff.tail": (B, 1, S, H * D)}
+            for block in self.blocks
+        ]
+        state.check("state", facts, None, shapes, ("hidden_states", hidden_states))
+        if len(state.kept) != len(window.kept(state.chunks)):
+            raise ValueError(
+                f"state keeps {len(state.kept)} chunks after {state.chunks}, the model's window "
+                f"{len(window.kept(state.chunks))}"
+            )
 
 
 def count_active(clip_mask: Tensor) -> int:

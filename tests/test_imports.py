@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 
 #: The modules of `frame_gdn`, or the folders they are in, each of which imports only from those before it.
 ORDER = (
-    "checks", "chunks", "needs_diffusers", "kernels.types", "kernels.products", "kernels.naive",
+    "checks", "chunks", "rollout_state", "needs_diffusers", "kernels.types", "kernels.products", "kernels.naive",
     "kernels.temporal_conv", "kernels.plain", "kernels.triton", "kernels.backends", "kernels.flash4", "functional",
     "agreement", "handshake", "parallel", "scan", "ops", "primitive", "gdn", "layer", "hosts", "parallelize", "swap",
     "pipeline", "camera", "decoding",

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from frame_gdn import parallelize
+from frame_gdn import RolloutState, parallelize
 from frame_gdn.chunks import ChunkGrid
 from frame_gdn.parallel import FrameSharded
-from models import VideoDiT, VideoDiTState
+from models import VideoDiT
 from tests.distributed.helpers import run_ranks, split
 from tests.models.helpers import (
     assert_same_gradients,
@@ -40,7 +40,7 @@ class Expected(NamedTuple):
     """What one process says: of a clip, of the same clip continuing the state after it, and of the loss of both."""
 
     sample: Tensor
-    state: dict[str, Tensor]
+    state: RolloutState
     continued: Tensor | None
     gradients: dict[str, Tensor]
 
@@ -61,7 +61,7 @@ def in_one_process(grid: ChunkGrid, padded: bool) -> Expected:
         loss = loss + weighted_sum(select(continued, mask))
         continued = continued.detach()
     loss.backward()
-    state = output.state.detach().state_dict()
+    state = output.state.detach()
     return Expected(output.sample.detach(), state, continued, gradients(model))
 
 
@@ -82,13 +82,15 @@ def compare(
     loss = weighted_sum(select(output.sample, mask), own.start)
     close(output.sample, expected.sample[:, :, own])
     if expected.continued is not None:
-        continued = model(**inputs, state=VideoDiTState.from_state_dict(expected.state)).sample
+        continued = model(**inputs, state=expected.state).sample
         close(continued, expected.continued[:, :, own])
         loss = loss + weighted_sum(select(continued, mask), own.start)
-    state = output.state.state_dict()
-    assert state.keys() == expected.state.keys()
-    for name, tensor in expected.state.items():
+    state, wanted = output.state.state_dict(), expected.state.state_dict()
+    assert state.keys() == wanted.keys()
+    for name, tensor in wanted.items():
         close(state[name], tensor)
+    for name in ("frames", "chunks", "kept", "facts"):
+        assert getattr(output.state, name) == getattr(expected.state, name), name
 
     loss.backward()
     for parameter in model.parameters():

@@ -3,10 +3,10 @@ import pickle
 
 import pytest
 import torch
-from safetensors.torch import load, save
 
+from frame_gdn import RolloutState
 from frame_gdn.chunks import ChunkGrid
-from models import VideoDiT, VideoDiTState
+from models import VideoDiT
 from models.video_dit import rotary_table, timestep_features
 from tests.models.helpers import (
     assert_same_gradients,
@@ -206,10 +206,11 @@ def test_gradients_flow_through_the_state():
     assert_same_gradients(gradients(model), expected, tolerance=1e-10)
 
 
-def test_a_state_can_be_saved_moved_cloned_and_detached():
+def test_a_state_can_be_saved_moved_cloned_and_detached(tmp_path):
     model, inputs = tiny_model(chunk_frames=2), tiny_inputs(4)
     state = model(**frames_of(inputs, slice(0, 2)), output_state=True).state
-    restored = VideoDiTState.from_state_dict(load(save(state.state_dict())))
+    state.save(tmp_path / "state")
+    restored = RolloutState.load(tmp_path / "state", model)
     rest = frames_of(inputs, slice(2, 4))
     expected = model(**rest, state=state).sample
     for other in (restored, state.clone(), state.detach(), state.to("cpu")):
@@ -266,7 +267,7 @@ def test_a_sample_that_is_all_padding_is_finite_everywhere():
         ({"frame_mask": torch.ones(2, 4, dtype=torch.bool)}, r"got a tensor \(2, 4\) of bool"),
         ({"encoder_hidden_states": None}, "encoder_hidden_states is None"),
         ({"chunk_frames": 0}, "chunk_frames"),
-        ({"state": VideoDiTState([], 0)}, "0 blocks, the model has 3"),
+        ({"state": RolloutState([], 0, 0)}, "state is of a model with class None, this one has 'VideoDiT'"),
         ({"frames_per_rank": [2]}, "frames_per_rank"),
         ({"frame_mask": torch.tensor([[True, False, True]] * 2), "output_state": True}, "a state was asked for"),
         (
