@@ -18,11 +18,14 @@ from .tiles import empty_tuple
 
 #: Channels of a program, and how many frames are on their way to it while it works on one: forward, backward.
 _CHANNELS, _AHEAD, _AHEAD_BACK = 256, 3, 2
-#: How many frames of its loop are written out, which saves moving the window along: forward, backward, and backward
-#: with a halo, where it would cost registers.
-_UNROLL, _UNROLL_BACK, _UNROLL_HALO = 4, 2, 1
+#: How many frames of the forward loop are written out, which saves moving the window along.
+_UNROLL = 4
 #: Programs of the backward pass: as many as an H200 holds at once, or its last round would be nearly empty.
 _CONV_PROGRAMS = 1024
+#: The same of the backward loop. With a halo it would cost registers. Without one, triton 3.6 takes 156 registers by
+#: itself, and fewer programs run at a time; under the limit it takes 116 and spills none.
+_BACK: dict[str, int] = {"UNROLL": 2, "maxnreg": 128}
+_BACK_WITH_HALO: dict[str, int] = {"UNROLL": 1}
 #: What stands for the ends of chunks where there are none.
 _NO_ENDS = (0, 1, 0)
 
@@ -243,7 +246,7 @@ def short_conv_backward(
          partial, (T, S, C), _NO_ENDS if ends is None else tuple(ends), B * S),
         K=K, HAS_PAST=past is not None, HAS_FUTURE=future is not None, CHUNKED=ends is not None,
         BC=_CHANNELS, AHEAD=_AHEAD_BACK, num_warps=2,
-        UNROLL=_UNROLL_BACK if past is None and future is None else _UNROLL_HALO,
+        **(_BACK if past is None and future is None else _BACK_WITH_HALO),
     )  # fmt: skip
     return [dx, dpast, dfuture, partial.sum(0).t().unsqueeze(1).to(weight.dtype).contiguous()]
 
