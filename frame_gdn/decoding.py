@@ -263,9 +263,10 @@ def denormalize_latents(vae: ModelMixin, latents: Tensor) -> Tensor:
     return latents * std + mean
 
 
-def _statistics(vae: ModelMixin, latents: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation (C, 1, 1, 1) of a VAE's latents, read as diffusers' pipelines read them: `latents_mean` and
-    `latents_std` from the buffers (LTX) or the config (Wan), `scaling_factor` and `shift_factor` from the config."""
+def latent_statistics(vae: ModelMixin) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel of a VAE's latents, float64 (C,), read as diffusers' pipelines read them:
+    `latents_mean` and `latents_std` from the buffers (LTX) or the config (Wan), `scaling_factor` and `shift_factor`
+    from the config. Raises ValueError for a VAE with neither."""
     values: dict[str, Any] = dict(vae.config)
     buffers = dict(vae.named_buffers(recurse=False))
     mean, std = (buffers.get(name, values.get(name)) for name in ("latents_mean", "latents_std"))
@@ -273,11 +274,18 @@ def _statistics(vae: ModelMixin, latents: Tensor) -> tuple[Tensor, Tensor]:
     if std is None and factor is None:
         raise ValueError(f"{type(vae).__name__} has neither latents_mean and latents_std nor a scaling_factor")
     if mean is None or std is None:
-        mean, std = [values.get("shift_factor") or 0.0] * latents.shape[1], [1.0] * latents.shape[1]
+        channels = values.get("latent_channels") or values["z_dim"]
+        mean, std = [values.get("shift_factor") or 0.0] * channels, [1.0] * channels
+    mean, std = (torch.as_tensor(x, dtype=torch.float64) for x in (mean, std))
+    return mean, std / (factor or 1.0)
+
+
+def _statistics(vae: ModelMixin, latents: Tensor) -> tuple[Tensor, Tensor]:
+    """`latent_statistics` as (C, 1, 1, 1) beside latents; ValueError for latents that the VAE does not make."""
+    mean, std = latent_statistics(vae)
     if latents.dim() != 5 or len(mean) != latents.shape[1]:
         raise ValueError(f"latents must be (B, {len(mean)}, T, h, w), got {tuple(latents.shape)}")
-    mean, std = (torch.as_tensor(x).to(latents).view(-1, 1, 1, 1) for x in (mean, std))
-    return mean, std / (factor or 1.0)
+    return mean.to(latents).view(-1, 1, 1, 1), std.to(latents).view(-1, 1, 1, 1)
 
 
 Decode = Callable[[Any, Tensor, Tensor | None, DecoderState], tuple[Tensor, Memory]]

@@ -6,7 +6,6 @@ it again.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +16,7 @@ from diffusers.models.autoencoders.autoencoder_kl_cosmos import CosmosPatchEmbed
 from torch import Tensor, nn
 
 from frame_gdn import checks
-from frame_gdn.decoding import stream_decoder
+from frame_gdn.decoding import denormalize_latents, latent_statistics, normalize_latents, stream_decoder
 from training.pretrained import load_safely, local_folder, weights_digest
 
 
@@ -110,40 +109,6 @@ class HaarCodec:
         return {"kind": "haar", "scale": self.scale}
 
 
-@dataclass(frozen=True)
-class LatentNorm:
-    """Mean and standard deviation of each channel of a VAE's latents (C values each)."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    @classmethod
-    def of(cls, vae: nn.Module) -> "LatentNorm":
-        """As diffusers' pipelines read them: `latents_mean` and `latents_std` from the config or the buffers (LTX),
-        `scaling_factor` and `shift_factor` from the config. ValueError where a VAE has neither kind."""
-        config, buffers = vae.config, dict(vae.named_buffers())
-        mean, std = (_first(config.get(name), buffers.get(name)) for name in ("latents_mean", "latents_std"))
-        factor = config.get("scaling_factor")
-        if std is None and factor is None:
-            raise ValueError(f"{type(vae).__name__} has neither latents_mean and latents_std nor a scaling_factor")
-        if std is None:
-            channels = _first(config.get("latent_channels"), config.get("z_dim"))
-            mean, std = [config.get("shift_factor") or 0.0] * channels, [1.0] * channels
-        factor = factor or 1.0
-        return cls(tuple(float(m) for m in mean), tuple(float(s) / factor for s in std))
-
-    def normalize(self, latents: Tensor) -> Tensor:
-        """(B, C, t, h, w) as the VAE gives them to zero mean and unit deviation."""
-        return (latents - self._column(self.mean, latents)) / self._column(self.std, latents)
-
-    def denormalize(self, latents: Tensor) -> Tensor:
-        return latents * self._column(self.std, latents) + self._column(self.mean, latents)
-
-    @staticmethod
-    def _column(values: tuple[float, ...], like: Tensor) -> Tensor:
-        return like.new_tensor(values).view(-1, 1, 1, 1)
-
-
 class VaeCodec:
     """A video VAE of diffusers, given by local path or hub name; its class is read from its config.
 
@@ -167,8 +132,8 @@ class VaeCodec:
         folder = _vae_folder(pretrained_model_name_or_path, subfolder)
         vae = load_safely(AutoModel, folder, None, torch_dtype=dtype)
         self.vae = vae.eval().requires_grad_(False).to(device)
-        self.norm = LatentNorm.of(self.vae)
-        self.channels = len(self.norm.mean)
+        self.mean, self.std = (x.tolist() for x in latent_statistics(self.vae))
+        self.channels = len(self.mean)
         self.frame_ratio, self.size_ratio = _ratios(self.vae)
 
     @staticmethod
@@ -198,12 +163,12 @@ class VaeCodec:
     def encode(self, video: Tensor) -> Tensor:
         encoded = self.vae.encode(_to_pixels(video, self, self.vae.device).to(self.vae.dtype))
         latents = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
-        return _unflatten(self.norm.normalize(latents.float()), video.shape[:-4])
+        return _unflatten(normalize_latents(self.vae, latents), video.shape[:-4])
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         flat = latents.to(self.vae.device, torch.float32).reshape(-1, *latents.shape[-4:])
-        pixels = self.vae.decode(self.norm.denormalize(flat).to(self.vae.dtype)).sample
+        pixels = self.vae.decode(denormalize_latents(self.vae, flat).to(self.vae.dtype)).sample
         return _to_video(pixels.float(), latents.shape[:-4])
 
     @torch.no_grad()
@@ -211,12 +176,12 @@ class VaeCodec:
         """Exact for a causal VAE, else as `frame_gdn.decoding.stream_decoder` says."""
         decoder = stream_decoder(self.vae)
         for chunk in chunks:
-            latents = self.norm.denormalize(chunk.to(self.vae.device, torch.float32))
-            pixels = decoder.decode(latents[None].to(self.vae.dtype))
+            latents = denormalize_latents(self.vae, chunk[None].to(self.vae.device, torch.float32))
+            pixels = decoder.decode(latents.to(self.vae.dtype))
             yield _to_video(pixels.float(), torch.Size())
 
     def describe(self) -> dict[str, Any]:
-        return {**self.source, "mean": list(self.norm.mean), "std": list(self.norm.std)}
+        return {**self.source, "mean": self.mean, "std": self.std}
 
 
 def _vae_folder(name_or_path: str, subfolder: str | None) -> Path:

@@ -363,7 +363,8 @@ _STATE_INPUT_TILES: dict[str, Tiles] = {
 }
 
 
-_QUERY_TILES: dict[str, Tiles] = {
+#: Of the gradients of a frame's queries, and of its keys.
+TOKEN_GRADIENT_TILES: dict[str, Tiles] = {
     "tf32": [
         {"BN": 64, "STAGES": 2, "num_warps": 8},
         {"BN": 32, "STAGES": 1, "num_warps": 8},
@@ -475,7 +476,7 @@ def project_backward(
         else:
             settings.launcher.launch(
                 _query_gradient_kernel, lambda tile: B * T * H,
-                (*inputs, strided(dq), strided(dq_rot), dX, eps, shape), options, _QUERY_TILES[precision],
+                (*inputs, strided(dq), strided(dq_rot), dX, eps, shape), options, TOKEN_GRADIENT_TILES[precision],
             )  # fmt: skip
         # float16 does not hold a weight of any size.
         settings.launcher.launch(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..types import Edges, Inputs, States
 from .launch import Settings, Tiles, channel_blocks, dense, needs_int64, strided
-from .projection import both, mask_of, project_tokens, rotary_of
+from .projection import TOKEN_GRADIENT_TILES, both, mask_of, project_tokens, rotary_of
 from .scan import FactoredTransitions, packed_rows
 from .tiles import (
     frame_sizes,
@@ -349,19 +349,6 @@ _TRANSITIONS_TILES: dict[str, Tiles] = {
 _TRANSITION_GRADIENT_TILES: Tiles = [{"num_warps": 8}]
 
 
-_KEY_TILES: dict[str, Tiles] = {
-    "tf32": [
-        {"BN": 64, "STAGES": 2, "num_warps": 8},
-        {"BN": 32, "STAGES": 1, "num_warps": 8},
-        {"BN": 16, "STAGES": 1, "num_warps": 8},
-    ],
-    "tf32x3": [
-        {"BN": 32, "STAGES": 1, "num_warps": 8},
-        {"BN": 16, "STAGES": 1, "num_warps": 8},
-    ],
-}
-
-
 _WIDE_KEY_TILES: dict[str, Tiles] = {
     "tf32": [{"BN": 64, "num_warps": 8}, {"BN": 32, "num_warps": 8}],
     "tf32x3": [{"BN": 32, "num_warps": 8}],
@@ -437,7 +424,7 @@ def transitions_backward(
             )  # fmt: skip
         else:
             settings.launcher.launch(
-                _key_gradient_kernel, lambda tile: B * T * H, arguments, options, _KEY_TILES[precision]
+                _key_gradient_kernel, lambda tile: B * T * H, arguments, options, TOKEN_GRADIENT_TILES[precision]
             )  # fmt: skip
     # dv = beta dU k~: keys multiply the adjoint states as queries multiply the states.
     dv = project_tokens(settings, x, k, rotary, (x.beta, "beta"), adjoint, 0.0)

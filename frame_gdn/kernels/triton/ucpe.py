@@ -102,12 +102,21 @@ def _rotation(table_ptr, n, live, INVERSE: tl.constexpr, HALF: tl.constexpr, BC:
 
 
 @triton.jit
-def _split_program(tokens, heads, BN: tl.constexpr, HEADS: tl.constexpr):
-    """This program's batch, its first head and its tokens, all in the grid's first dimension."""
+def _turns_of_program(
+    matrix, table, shape,
+    INVERSE: tl.constexpr, BN: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """This program's batch, first head and tokens, which of these there are, and their matrices, cosines and sines."""
+    tokens, heads = shape
     tiles, groups = tl.cdiv(tokens, BN), tl.cdiv(heads, HEADS)
     index = tl.program_id(0)
+    first = index // tiles % groups * HEADS
+    batch = (index // tiles // groups).to(tl.int64)
     n = (index % tiles * BN + tl.arange(0, BN)).to(tl.int64)
-    return (index // tiles // groups).to(tl.int64), index // tiles % groups * HEADS, n
+    live = n < tokens
+    m = _matrices(matrix[0] + batch * matrix[1], n, live, matrix[2], matrix[3], matrix[4])
+    cos, sin = _rotation(table[0] + batch * table[1], n, live, INVERSE, HALF, BC)
+    return batch, first, n, live, m, cos, sin
 
 
 @triton.jit
@@ -122,13 +131,10 @@ def _turn_kernel(
     HALF: tl.constexpr = D // 2
     tokens, heads = shape
     zero = tl.full([], 0, tl.int64)
-    batch, first, n = _split_program(tokens, heads, BN, HEADS)
-    live = n < tokens
+    batch, first, n, live, m, cos, sin = _turns_of_program(matrix, table, shape, INVERSE, BN, HEADS, HALF, BC)
     x_ptr = x[0] + batch * x[1]
     out_ptr += batch * tokens * heads * D
     inflation_ptr += batch * tokens * heads
-    m = _matrices(matrix[0] + batch * matrix[1], n, live, matrix[2], matrix[3], matrix[4])
-    cos, sin = _rotation(table[0] + batch * table[1], n, live, INVERSE, HALF, BC)
     for h in range(first, tl.minimum(first + HEADS, heads)):
         head = zero + h
         ray = _tile(x_ptr + head * x[3], n, live, x[2], HALF, BC)
@@ -157,14 +163,11 @@ def _turn_backward_kernel(
     HALF: tl.constexpr = D // 2
     tokens, heads = shape
     zero = tl.full([], 0, tl.int64)
-    batch, first, n = _split_program(tokens, heads, BN, HEADS)
-    live = n < tokens
+    batch, first, n, live, m, cos, sin = _turns_of_program(matrix, table, shape, INVERSE, BN, HEADS, HALF, BC)
     x_ptr = x[0] + batch * x[1]
     dout_ptr += batch * tokens * heads * D
     dx_ptr += batch * tokens * heads * D
     dinflation_ptr += batch * tokens * heads
-    m = _matrices(matrix[0] + batch * matrix[1], n, live, matrix[2], matrix[3], matrix[4])
-    cos, sin = _rotation(table[0] + batch * table[1], n, live, INVERSE, HALF, BC)
     for h in range(first, tl.minimum(first + HEADS, heads)):
         head = zero + h
         dray = _tile(dout_ptr + head * D, n, live, heads * D, HALF, BC)
