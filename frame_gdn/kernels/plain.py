@@ -258,7 +258,7 @@ def shard_transitions(tr: Transitions) -> list[Tensor]:
 # --- projection -------------------------------------------------------------------------------------------------
 
 
-def _met(states: States) -> tuple[Tensor, Tensor | None]:
+def _both_directions(states: States) -> tuple[Tensor, Tensor | None]:
     """The projection is linear in the state: add the two directions, project once."""
     X = states.S if states.R is None else states.S + states.R
     return X, states.z if states.y is None or states.z is None else states.z + states.y
@@ -266,7 +266,7 @@ def _met(states: States) -> tuple[Tensor, Tensor | None]:
 
 def project(x: Inputs, states: States, eps: float) -> Tensor:
     """num / (den + eps) with num = X Q~ and den = xᵀ Q, or num alone: (B, N, H, D)."""
-    X, den_state = _met(states)
+    X, den_state = _both_directions(states)
     q = _frames(x.q, x.decay, x.mask)
     out = exact_matmul(q if x.q_rot is None else _frames(x.q_rot, x.decay, x.mask), X.mT)
     if den_state is not None:
@@ -280,7 +280,7 @@ def project_backward(
     dout: Tensor, x: Inputs, states: States, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Gradients of q, q_rot and of the summed states X (B, H, T, D, D), x (B, H, T, D); the output is made again."""
-    X, den_state = _met(states)
+    X, den_state = _both_directions(states)
     dnum = _frames(dout, x.decay, x.mask)
     q = _frames(x.q, x.decay, x.mask)
     q_rot = q if x.q_rot is None else _frames(x.q_rot, x.decay, x.mask)

@@ -144,16 +144,18 @@ def test_norm_with_relu_and_scale(dtype, B, N, C):
 
 
 @pytest.mark.parametrize("halo", [False, True])
-def test_programs_that_sum_over_many_tokens(halo, monkeypatch):
-    """Several a program, one program with fewer."""
-    monkeypatch.setattr(short_conv, "_CONV_PROGRAMS", 4)
-    monkeypatch.setattr(norm, "_PROGRAMS", 4)
-    inputs = {"x": slice_of_qkv(2, 3, 5, 24, torch.float32), "weight": random(24, 1, 3)}
-    if halo:
-        inputs["past"], inputs["future"] = random(2, 2, 2, 5, 24).unbind(0)
-    check(convolution(ChunkGrid(2 if halo else None)), inputs)
-
-    check(scaled_norm, {"x": slice_of_qkv(2, 1, 7, 24, torch.float32).squeeze(1), "weight": random(24)})
+def test_programs_that_sum_over_many_tokens(halo):
+    """Several a program, one program with fewer: the sums of one token a program, which the tests above check."""
+    x, dout = slice_of_qkv(2, 3, 5, 24, torch.float32), random(2, 3, 5, 24)
+    past, future = random(2, 2, 2, 5, 24).unbind(0) if halo else (None, None)
+    inputs = (dout, x, past, future, random(24, 1, 3), [1, 2, 9] if halo else None)
+    sums = (torch.ops.frame_gdn.short_conv_backward(*inputs, programs=n) for n in (4, 99))
+    for few, many in zip(*sums, strict=True):
+        assert not many.numel() or relative_error(few, many) <= 1e-6
+    inputs = (dout, x, random(24), 1e-5, 0.5)
+    sums = (torch.ops.frame_gdn.norm_relu_backward(*inputs, programs=n) for n in (4, 99))
+    for few, many in zip(*sums, strict=True):
+        assert relative_error(few, many) <= 1e-6
 
 
 def test_norm_keeps_zeros_finite_and_a_nan_visible():

@@ -1,5 +1,5 @@
-"""The primitive's two chains on Triton, X_t = X_{t-1} A_t + B_t: any A (BH, T, D, D), B (BH, T, R, D) of R = D and
-R = 1 rows, in spans of frames as those of `scan.py`."""
+"""The primitive's two chains on Triton, X_t = X_{t-1} A_t + B_t: any A (BH, T, D, D), B (BH, T, ROWS, D) of D rows and
+of one row, in spans of frames as those of `scan.py`."""
 
 from collections.abc import Sequence
 

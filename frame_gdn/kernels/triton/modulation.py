@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import channel_tile, dense, launch, mask_bytes, operator, promoted_dtype, rows_strided
-from .tiles import empty_tuple
+from .tiles import empty_tuple, is_active
 
 #: Tokens of a program that sums a frame's gradients.
 _SHARE = 32
@@ -22,14 +22,14 @@ _SHARE = 32
 @triton.jit
 def _modulated_norm_kernel(
     x, shift, scale, mask_ptr, out_ptr, stats_ptr, shape, rows, eps,
-    HAS_MASK: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr,
+    HAS_MASK: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, BLOCKS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """R tokens of a frame, a warp each: (x - mean) / std · (1 + scale) + shift. Mean and 1 / std go to `stats`."""
+    """BN tokens of a frame, a warp each: (x - mean) / std · (1 + scale) + shift. Mean and 1 / std go to `stats`."""
     T, S = shape
-    tiles = tl.cdiv(S, R)
+    tiles = tl.cdiv(S, BN)
     pid = tl.program_id(0)
     frame = (pid // tiles).to(tl.int64)
-    s = (pid % tiles) * R + tl.arange(0, R)
+    s = (pid % tiles) * BN + tl.arange(0, BN)
     b, t = frame // T, frame % T
     c = tl.arange(0, BC)
     there = (s < S)[:, None]
@@ -39,13 +39,13 @@ def _modulated_norm_kernel(
     row = frame * S + s
     out_ptr += row[:, None] * C
     xs = empty_tuple()
-    total = tl.zeros((R, BC), dtype=tl.float32)
+    total = tl.zeros((BN, BC), dtype=tl.float32)
     for i in tl.static_range(BLOCKS):
         live = there & (i * BC + c < C)[None, :]
         xs = xs + (tl.load(x_ptr + (i * BC + c)[None, :], mask=live, other=0.0).to(tl.float32),)
         total += xs[i]
     mean = tl.sum(total, 1) / C
-    total = tl.zeros((R, BC), dtype=tl.float32)
+    total = tl.zeros((BN, BC), dtype=tl.float32)
     for i in tl.static_range(BLOCKS):
         centred = xs[i] - mean[:, None]
         if i * BC + BC > C:
@@ -53,14 +53,14 @@ def _modulated_norm_kernel(
         total += centred * centred
     std = 1.0 / tl.sqrt(tl.sum(total, 1) / C + eps)
     if HAS_MASK:
-        alive = tl.load(mask_ptr + frame) != 0
+        active = is_active(mask_ptr, frame, HAS_MASK)
     for i in tl.static_range(BLOCKS):
         inside = i * BC + c < C
         factor = 1.0 + tl.load(scale_ptr + i * BC + c, mask=inside, other=0.0).to(tl.float32)
         offset = tl.load(shift_ptr + i * BC + c, mask=inside, other=0.0).to(tl.float32)
         out = (xs[i] - mean[:, None]) * std[:, None] * factor[None, :] + offset[None, :]
         if HAS_MASK:
-            out = tl.where(alive, out, 0.0)
+            out = tl.where(active, out, 0.0)
         live = there & inside[None, :]
         tl.store(out_ptr + (i * BC + c)[None, :], out.to(out_ptr.dtype.element_ty), mask=live)
     tl.store(stats_ptr + row, mean, mask=s < S)
@@ -100,7 +100,7 @@ def _modulated_norm_backward_kernel(
     dscale_ptr = partial_ptr + pid.to(tl.int64) * C
     dshift_ptr = dscale_ptr + tl.num_programs(0).to(tl.int64) * C
     if HAS_MASK:
-        alive = tl.load(mask_ptr + frame) != 0
+        active = is_active(mask_ptr, frame, HAS_MASK)
     factors, dscales, dshifts = empty_tuple(), empty_tuple(), empty_tuple()
     for i in tl.static_range(BLOCKS):
         factors = factors + (1.0 + tl.load(scale_ptr + i * BC + c, mask=i * BC + c < C, other=0.0).to(tl.float32),)
@@ -131,12 +131,12 @@ def _modulated_norm_backward_kernel(
             normed, dout = (xs[i].to(tl.float32) - mean) * std, douts[i].to(tl.float32)
             dx = (dout * factors[i] - across - normed * along) * std
             if HAS_MASK:
-                dx = tl.where(alive, dx, 0.0)
+                dx = tl.where(active, dx, 0.0)
             tl.store(dx_ptr + (zero + s) * C + i * BC + c, dx.to(dx_ptr.dtype.element_ty), mask=i * BC + c < C)
     for i in tl.static_range(BLOCKS):
         dscale, dshift = dscales[i], dshifts[i]
         if HAS_MASK:
-            dscale, dshift = tl.where(alive, dscale, 0.0), tl.where(alive, dshift, 0.0)
+            dscale, dshift = tl.where(active, dscale, 0.0), tl.where(active, dshift, 0.0)
         tl.store(dscale_ptr + i * BC + c, dscale, mask=i * BC + c < C)
         tl.store(dshift_ptr + i * BC + c, dshift, mask=i * BC + c < C)
 
@@ -150,11 +150,11 @@ def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor, mask: Tensor | None,
     stats = torch.empty(2, B * N, dtype=torch.float32, device=x.device)
     if out.numel():
         inputs = (rows_strided(dense(t)) for t in (x, shift, scale))
-        R = 4
+        BN = 4
         launch(
-            _modulated_norm_kernel, B * T * triton.cdiv(N // T, R),
+            _modulated_norm_kernel, B * T * triton.cdiv(N // T, BN),
             (*inputs, mask_bytes(mask), out, stats, (T, N // T), B * N, eps),
-            HAS_MASK=mask is not None, C=C, **channel_tile(C, 512, 5), R=R, num_warps=R,
+            HAS_MASK=mask is not None, C=C, **channel_tile(C, 512, 5), BN=BN, num_warps=BN,
         )  # fmt: skip
     return out, stats
 

@@ -79,12 +79,12 @@ def _norm_backward_kernel(
         channels = _load_row(x[0] + (zero + row // N) * x[1] + (zero + row % N) * x[2], C, BC)
         dout = _load_row(dout_ptr + (zero + row) * C, C, BC)
         squares, products = tl.zeros((BC,), dtype=tl.float32), tl.zeros((BC,), dtype=tl.float32)
-        wide, g = empty_tuple(), empty_tuple()
+        xs, g = empty_tuple(), empty_tuple()
         for i in tl.static_range(len(channels)):
-            wide = wide + (channels[i].to(tl.float32),)
-            before_relu = wide[i] * weight[i].to(tl.float32)
+            xs = xs + (channels[i].to(tl.float32),)
+            before_relu = xs[i] * weight[i].to(tl.float32)
             g = g + (tl.where(before_relu <= 0.0, 0.0, dout[i].to(tl.float32)),)
-            squares += wide[i] * wide[i]
+            squares += xs[i] * xs[i]
             products += g[i] * before_relu
         square, product = tl.reduce((squares, products), 0, _add_pairs)
         r = 1.0 / tl.sqrt(square / C + eps)
@@ -92,9 +92,9 @@ def _norm_backward_kernel(
         sums = empty_tuple()
         for i in tl.static_range(len(channels)):
             rg = scale * r * g[i]
-            dx = rg * weight[i].to(tl.float32) - along * wide[i]
+            dx = rg * weight[i].to(tl.float32) - along * xs[i]
             _store_block(dx_ptr + (zero + row) * C, dx, i, C, BC)
-            sums = sums + (dweight[i] + rg * wide[i],)
+            sums = sums + (dweight[i] + rg * xs[i],)
         dweight = sums
     for i in tl.static_range(len(dweight)):
         _store_block(partial_ptr + (zero + pid) * C, dweight[i], i, C, BC)
@@ -124,14 +124,16 @@ def norm_relu(x: Tensor, weight: Tensor, eps: float, scale: float) -> Tensor:
 
 
 @operator("norm_relu_backward")
-def norm_relu_backward(dout: Tensor, x: Tensor, weight: Tensor, eps: float, scale: float) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight."""
+def norm_relu_backward(
+    dout: Tensor, x: Tensor, weight: Tensor, eps: float, scale: float, programs: int = _PROGRAMS
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight, by at most so many programs."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if dx.numel() == 0:
         return dx, torch.zeros_like(weight, memory_format=torch.contiguous_format)
     x = _rows(x)
     B, N, C = x.shape
-    programs = min(_PROGRAMS, B * N)
+    programs = min(programs, B * N)
     partial = torch.empty(programs, C, dtype=torch.float32, device=x.device)
     launch(
         _norm_backward_kernel, programs,

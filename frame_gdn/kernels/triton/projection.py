@@ -42,12 +42,13 @@ from .tiles import (
 @triton.jit
 def _project_kernel(
     q, q_rot, beta, mask_ptr, tables, states, out, eps, shape,
-    D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
-    ROTARY: tl.constexpr, WEIGHT: tl.constexpr, MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
+    ROTARY: tl.constexpr, WEIGHT: tl.constexpr, HAS_MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One block of value channels of one frame's tokens: w (S + R) q~. `states` are S and R, the first frame's.
+    """One block of value channels of one frame's tokens: w X q~, with X the sum of a frame's two states.
 
+    `states` are those of both directions, the first frame's.
     WEIGHT says what w is: "den" for 1 / ((z + y)ᵀ q + eps), "beta", or "none" for 1.
     """
     H, T, S = frame_sizes(shape, INT64)
@@ -56,7 +57,7 @@ def _project_kernel(
     frame, token = (b * H + h) * T + t, t * S
     EXACT: tl.constexpr = PRECISION != "tf32"
 
-    active = is_active(mask_ptr, b * T + t, MASK)
+    active = is_active(mask_ptr, b * T + t, HAS_MASK)
     queries, rotated_queries = frame_tokens(q, b, token, h), frame_tokens(q_rot, b, token, h)
     weights, outs = frame_tokens(beta, b, token, h), frame_tokens(out, b, token, h)
     tables = frame_tables(tables, token, D)
@@ -64,14 +65,14 @@ def _project_kernel(
     d0 = tl.arange(0, BD)
     d1 = BD + d0
     v = i * BD + d0
-    offs = frame * R * D + v[:, None] * D + d0[None, :]
+    offs = frame * ROWS * D + v[:, None] * D + d0[None, :]
     x0, size0 = scaled(load_sum(states, offs, (v < D)[:, None] & (d0 < D)[None, :], REVERSE), EXACT)
     if NB == 2:
         x1, size1 = scaled(load_sum(states, offs + BD, (v < D)[:, None] & (d1 < D)[None, :], REVERSE), EXACT)
     if WEIGHT == "den":
-        z0 = load_sum(states, frame * R * D + D * D + d0, d0 < D, REVERSE)
+        z0 = load_sum(states, frame * ROWS * D + D * D + d0, d0 < D, REVERSE)
         if NB == 2:
-            z1 = load_sum(states, frame * R * D + D * D + d1, d1 < D, REVERSE)
+            z1 = load_sum(states, frame * ROWS * D + D * D + d1, d1 < D, REVERSE)
 
     readable = tl.where(active, S, 0)  # a padded frame is never read
     # Every tile is read an iteration ahead of its use.
@@ -127,8 +128,8 @@ def _project_kernel(
 @triton.jit
 def _state_input_gradient_kernel(
     dout, q, q_rot, mask_ptr, tables, states, dX_ptr, weight_ptr, eps, shape,
-    D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
-    ROTARY: tl.constexpr, MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
+    ROTARY: tl.constexpr, HAS_MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One block of one frame's gradient of the summed numerator states, dX = dout diag(w) Q~ᵀ.
@@ -139,30 +140,31 @@ def _state_input_gradient_kernel(
     i, j = (tl.program_id(0) // NB) % NB, tl.program_id(0) % NB
     b, t, h = split_index(tl.program_id(0) // (NB * NB), H, T)
     frame, token = (b * H + h) * T + t, t * S
-    active = is_active(mask_ptr, b * T + t, MASK)
+    active = is_active(mask_ptr, b * T + t, HAS_MASK)
     tokens = tl.where(active, S, 0)
     douts, queries = frame_tokens(dout, b, token, h), frame_tokens(q, b, token, h)
     rotated = frame_tokens(q_rot, b, token, h) if ROTARY == "given" else queries
     weights = queries if NB == 1 else (weight_ptr + frame * S, 1)
     d = tl.arange(0, BD)
     z = tl.zeros((BD,), dtype=tl.float32)
-    if R > D and NB == 1:
-        z = load_sum(states, frame * R * D + D * D + d, d < D, REVERSE)
+    if ROWS > D and NB == 1:
+        z = load_sum(states, frame * ROWS * D + D * D + d, d < D, REVERSE)
     dX, _ = outer_products(
         douts, rotated, weights, frame_tables(tables, token, D), tokens, i, j, z, eps,
         D, BD, NB, BN, False, ROTARY == "tables",
-        "none" if R == D else "stored" if NB > 1 else "den_given" if ROTARY == "given" else "den", PRECISION, STAGES,
+        "none" if ROWS == D else "stored" if NB > 1 else "den_given" if ROTARY == "given" else "den",
+        PRECISION, STAGES,
     )  # fmt: skip
     row, col = i * BD + d, j * BD + d
-    block = frame * R * D + row[:, None] * D + col[None, :]
+    block = frame * ROWS * D + row[:, None] * D + col[None, :]
     tl.store(dX_ptr + block, dX, mask=(row < D)[:, None] & (col < D)[None, :])
 
 
 @triton.jit
 def _query_gradient_kernel(
     dout, q, q_rot, mask_ptr, tables, states, dq, dq_rot, dX_ptr, eps, shape,
-    D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
-    ROTARY: tl.constexpr, MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+    ROTARY: tl.constexpr, HAS_MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One frame: dq~ = w Xᵀ dout, dq, and the gradient of z + y, the last row of dX."""
@@ -171,9 +173,9 @@ def _query_gradient_kernel(
     frame, token = (b * H + h) * T + t, t * S
     EXACT: tl.constexpr = PRECISION != "tf32"
     TWO: tl.constexpr = q[0].dtype.element_ty == tl.bfloat16
-    NORMALIZE: tl.constexpr = R > D
+    NORMALIZE: tl.constexpr = ROWS > D
 
-    active = is_active(mask_ptr, b * T + t, MASK)
+    active = is_active(mask_ptr, b * T + t, HAS_MASK)
     douts = frame_tokens(dout, b, token, h)
     queries, rotated_queries = frame_tokens(q, b, token, h), frame_tokens(q_rot, b, token, h)
     dqueries, drotated = frame_tokens(dq, b, token, h), frame_tokens(dq_rot, b, token, h)
@@ -182,10 +184,10 @@ def _query_gradient_kernel(
     d = tl.arange(0, BD)
     square = d[:, None] * D + d[None, :]
     keep = (d < D)[:, None] & (d < D)[None, :]
-    x = load_sum(states, frame * R * D + square, keep, REVERSE)
+    x = load_sum(states, frame * ROWS * D + square, keep, REVERSE)
     x_high, x_low, size = matrix_operand(x, TWO, EXACT)
     if NORMALIZE:
-        z = load_sum(states, frame * R * D + D * D + d, d < D, REVERSE)
+        z = load_sum(states, frame * ROWS * D + D * D + d, d < D, REVERSE)
         dz = tl.zeros((BN, BD), dtype=tl.float32)
 
     for n0 in tl.range(0, S, BN, num_stages=STAGES):
@@ -223,7 +225,7 @@ def _query_gradient_kernel(
         store(token_addresses(dqueries, n, d), dquery, out_keep)
 
     if NORMALIZE:
-        tl.store(dX_ptr + frame * R * D + D * D + d, tl.sum(dz, 0), mask=d < D)
+        tl.store(dX_ptr + frame * ROWS * D + D * D + d, tl.sum(dz, 0), mask=d < D)
 
 
 # --- heads too wide for a whole matrix in shared memory: an output's channels in blocks, a program each ----------
@@ -232,21 +234,21 @@ def _query_gradient_kernel(
 @triton.jit
 def _wide_project_kernel(
     q, q_rot, beta, mask_ptr, tables, states, out, eps, shape,
-    D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
-    ROTARY: tl.constexpr, WEIGHT: tl.constexpr, MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
+    ROTARY: tl.constexpr, WEIGHT: tl.constexpr, HAS_MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `_project_kernel`: a block of w (S + R) q~ of one frame's tokens."""
+    """As `_project_kernel`: a block of w X q~ of one frame's tokens."""
     H, T, S = frame_sizes(shape, INT64)
     i = tl.program_id(0) % NB
     b, t, h = split_index(tl.program_id(0) // NB, H, T)
     frame, token = (b * H + h) * T + t, t * S
-    active = is_active(mask_ptr, b * T + t, MASK)
+    active = is_active(mask_ptr, b * T + t, HAS_MASK)
     queries = frame_tokens(q, b, token, h)
     rotated = frame_tokens(q_rot, b, token, h) if ROTARY == "given" else queries
     weights, outs = frame_tokens(beta, b, token, h), frame_tokens(out, b, token, h)
     tables = frame_tables(tables, token, D)
-    sums = (states[0] + frame * R * D, states[1] + frame * R * D)
+    sums = (states[0] + frame * ROWS * D, states[1] + frame * ROWS * D)
     d = i * BD + tl.arange(0, BD)
     for n0 in tl.range(0, S, BN):
         n = n0 + token_indices(S, BN)
@@ -266,8 +268,8 @@ def _wide_project_kernel(
 @triton.jit
 def _wide_query_gradient_kernel(
     dout, q, q_rot, mask_ptr, tables, states, dq, dq_rot, dX_ptr, weight_ptr, dden_ptr, eps, shape, dden_block,
-    D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr, ONLY_DEN: tl.constexpr,
-    ROTARY: tl.constexpr, MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr, ONLY_DEN: tl.constexpr,
+    ROTARY: tl.constexpr, HAS_MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As `_query_gradient_kernel`, a block of channels a program, in two launches.
 
@@ -279,14 +281,14 @@ def _wide_query_gradient_kernel(
     b, t, h = split_index(tl.program_id(0) // NB, H, T)
     frame, token = (b * H + h) * T + t, t * S
     TWO: tl.constexpr = q[0].dtype.element_ty == tl.bfloat16
-    NORMALIZE: tl.constexpr = R > D
-    active = is_active(mask_ptr, b * T + t, MASK)
+    NORMALIZE: tl.constexpr = ROWS > D
+    active = is_active(mask_ptr, b * T + t, HAS_MASK)
     douts = frame_tokens(dout, b, token, h)
     queries = frame_tokens(q, b, token, h)
     rotated_queries = frame_tokens(q_rot, b, token, h) if ROTARY == "given" else queries
     dqueries, drotated = frame_tokens(dq, b, token, h), frame_tokens(dq_rot, b, token, h)
     tables = frame_tables(tables, token, D)
-    sums = (states[0] + frame * R * D, states[1] + frame * R * D)
+    sums = (states[0] + frame * ROWS * D, states[1] + frame * ROWS * D)
     weight_ptr += frame * S
     dden_ptr += frame * S
     d = i * BD + tl.arange(0, BD)
@@ -332,7 +334,7 @@ def _wide_query_gradient_kernel(
                 dquery += drotated_query
             store(token_addresses(dqueries, n, d), dquery, keep)
     if NORMALIZE and not ONLY_DEN:
-        tl.store(dX_ptr + frame * R * D + D * D + d, tl.sum(dz, 0), mask=d < D)
+        tl.store(dX_ptr + frame * ROWS * D + D * D + d, tl.sum(dz, 0), mask=d < D)
 
 
 # --- host functions ---------------------------------------------------------------------------------------------
@@ -422,8 +424,8 @@ def project(settings: Settings, x: Inputs, states: States, eps: float) -> Tensor
 def project_tokens(
     settings: Settings, x: Inputs, q: Tensor, rotary: Rotary, weight: tuple[Tensor, str], states: States, eps: float
 ) -> Tensor:
-    """w (S + R) q~ of every token of q: `weight` is (beta, "beta"), or any tensor and "den" or "none", as in
-    `_project_kernel`."""
+    """w X q~ of every token of q, X the sum of a frame's two states: `weight` is (beta, "beta"), or any tensor and
+    "den" or "none", as in `_project_kernel`."""
     B, N, H, D = q.shape
     T = x.decay.shape[1]
     out = torch.empty(B, N, H, D, dtype=q.dtype, device=q.device)
@@ -436,8 +438,8 @@ def project_tokens(
             _wide_project_kernel if wide else _project_kernel, lambda tile: B * T * H * NB,
             (strided(q), strided(rotary.tokens), strided(weight[0]), mask_of(x, q), rotary.tables, both(states),
              strided(out), eps, (H, T, N // T)),
-            {"D": D, "R": D if states.z is None else D + 1, "BD": BD, "NB": NB, "ROTARY": rotary.source,
-             "WEIGHT": weight[1], "MASK": x.mask is not None, "INT64": int64, "REVERSE": states.R is not None,
+            {"D": D, "ROWS": D if states.z is None else D + 1, "BD": BD, "NB": NB, "ROTARY": rotary.source,
+             "WEIGHT": weight[1], "HAS_MASK": x.mask is not None, "INT64": int64, "REVERSE": states.R is not None,
              "PRECISION": precision},
             (_WIDE_PROJECT_TILES if wide else _PROJECT_TILES)[precision],
         )  # fmt: skip
@@ -451,23 +453,23 @@ def project_backward(
     T = x.decay.shape[1]
     q, dout = dense(x.q), dense(dout)
     rotary = rotary_of(x, q, x.q_rot)
-    R = D if states.z is None else D + 1
+    ROWS = D if states.z is None else D + 1
     dq = torch.empty(B, N, H, D, dtype=q.dtype, device=q.device)
     dq_rot = torch.empty_like(dq) if rotary.source == "given" else dq
-    dX = torch.empty(B, H, T, R, D, dtype=torch.float32, device=q.device)
+    dX = torch.empty(B, H, T, ROWS, D, dtype=torch.float32, device=q.device)
     if dq.numel():
         BD, NB = settings.gradient_blocks(q)
         precision, state_precision = settings.token_precision(q.dtype), settings.state_precision(q.dtype)
         inputs = strided(dout), strided(q), strided(rotary.tokens), mask_of(x, q), rotary.tables, both(states)
         shape = H, T, N // T
         int64 = needs_int64(N // T, dout, q, rotary.tokens, dq)
-        options = {"D": D, "R": R, "BD": BD, "ROTARY": rotary.source, "MASK": x.mask is not None, "INT64": int64,
-                   "REVERSE": states.R is not None, "PRECISION": precision}  # fmt: skip
+        options = {"D": D, "ROWS": ROWS, "BD": BD, "ROTARY": rotary.source, "HAS_MASK": x.mask is not None,
+                   "INT64": int64, "REVERSE": states.R is not None, "PRECISION": precision}  # fmt: skip
         weight = dX
         if NB > 1:
             weight = torch.empty(B, H, T, N // T, dtype=torch.float32, device=q.device)
             dden = torch.empty(NB, *weight.shape, dtype=torch.float32, device=q.device)
-            for only_den in (True, False)[R == D :]:
+            for only_den in (True, False)[ROWS == D :]:
                 settings.launcher.launch(
                     _wide_query_gradient_kernel, lambda tile: B * T * H * NB,
                     (*inputs, strided(dq), strided(dq_rot), dX, weight, dden, eps, shape, weight.numel()),

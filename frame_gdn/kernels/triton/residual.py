@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import channel_tile, dense, launch, mask_bytes, operator, promoted_dtype, rows_strided
+from .tiles import is_active
 
 #: Tokens of a program that sums a frame's gradients.
 _SHARE = 32
@@ -24,14 +25,14 @@ _ROWS, _CHANNELS = 8, 256
 def _residual_kernel(
     x, h, gate, extra, mask_ptr, out_ptr, shape,
     HAS_GATE: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_MASK: tl.constexpr,
-    C: tl.constexpr, BC: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr, BC: tl.constexpr, BLOCKS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens of one frame by channels: x + gate · h + extra."""
     T, S = shape
-    tiles = tl.cdiv(S, R)
+    tiles = tl.cdiv(S, BN)
     pid = tl.program_id(0)
     frame = (pid // BLOCKS // tiles).to(tl.int64)
-    s = (pid // BLOCKS) % tiles * R + tl.arange(0, R)
+    s = (pid // BLOCKS) % tiles * BN + tl.arange(0, BN)
     c = (pid % BLOCKS) * BC + tl.arange(0, BC)
     b, t = frame // T, frame % T
     n = (t * S + s)[:, None]
@@ -44,7 +45,7 @@ def _residual_kernel(
     if HAS_EXTRA:
         out += tl.load(extra[0] + b * extra[1] + n * extra[2] + c[None, :], mask=live, other=0.0).to(tl.float32)
     if HAS_MASK:
-        out = tl.where(tl.load(mask_ptr + frame) != 0, out, 0.0)
+        out = tl.where(is_active(mask_ptr, frame, HAS_MASK), out, 0.0)
     row = (frame * S + s)[:, None]
     tl.store(out_ptr + row * C + c[None, :], out.to(out_ptr.dtype.element_ty), mask=live)
 
@@ -53,7 +54,7 @@ def _residual_kernel(
 def _residual_backward_kernel(
     h, gate, mask_ptr, dout_ptr, dx_ptr, dh_ptr, partial_ptr, shape,
     HAS_GATE: tl.constexpr, HAS_MASK: tl.constexpr,
-    C: tl.constexpr, BC: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr, SHARE: tl.constexpr,
+    C: tl.constexpr, BC: tl.constexpr, BLOCKS: tl.constexpr, BN: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """Some channels of SHARE tokens of a frame: dx = dout where the frame is there (without a mask dx is dout itself
     and is not written); dh = gate · dout; these tokens' part of dgate = Σ dout h."""
@@ -65,29 +66,29 @@ def _residual_backward_kernel(
     c = (pid % BLOCKS) * BC + tl.arange(0, BC)
     b, t = frame // T, frame % T
     if HAS_MASK:
-        alive = tl.load(mask_ptr + frame) != 0
+        active = is_active(mask_ptr, frame, HAS_MASK)
     if HAS_GATE:
         factor = tl.load(gate[0] + b * gate[1] + t * gate[2] + c, mask=c < C, other=0.0).to(tl.float32)
-        total = tl.zeros((R, BC), dtype=tl.float32)
-    for i in tl.static_range(SHARE // R):
-        s = share * SHARE + i * R + tl.arange(0, R)
+        total = tl.zeros((BN, BC), dtype=tl.float32)
+    for i in tl.static_range(SHARE // BN):
+        s = share * SHARE + i * BN + tl.arange(0, BN)
         live = (s < S)[:, None] & (c < C)[None, :]
         at = (frame * S + s)[:, None] * C + c[None, :]
         dout = tl.load(dout_ptr + at, mask=live, other=0.0).to(tl.float32)
         if HAS_MASK:
-            dout = tl.where(alive, dout, 0.0)
+            dout = tl.where(active, dout, 0.0)
             tl.store(dx_ptr + at, dout.to(dx_ptr.dtype.element_ty), mask=live)
         if HAS_GATE:
             added = tl.load(h[0] + b * h[1] + (t * S + s)[:, None] * h[2] + c[None, :], mask=live, other=0.0)
             dh = dout * factor[None, :]
             if HAS_MASK:
-                dh = tl.where(alive, dh, 0.0)
+                dh = tl.where(active, dh, 0.0)
             tl.store(dh_ptr + at, dh.to(dh_ptr.dtype.element_ty), mask=live)
             total += dout * added.to(tl.float32)
     if HAS_GATE:
         dgate = tl.sum(total, 0)
         if HAS_MASK:
-            dgate = tl.where(alive, dgate, 0.0)
+            dgate = tl.where(active, dgate, 0.0)
         tl.store(partial_ptr + (frame * shares + share) * C + c, dgate, mask=c < C)
 
 
@@ -106,7 +107,7 @@ def residual(
             _residual_kernel, B * frames * triton.cdiv(N // frames, _ROWS) * tile["BLOCKS"],
             (*inputs, mask_bytes(mask), out, (frames, N // frames)),
             HAS_GATE=gate is not None, HAS_EXTRA=extra is not None, HAS_MASK=mask is not None,
-            C=C, **tile, R=_ROWS,
+            C=C, **tile, BN=_ROWS,
         )  # fmt: skip
     return out
 
@@ -127,7 +128,7 @@ def residual_backward(
         _residual_backward_kernel, B * frames * shares * tile["BLOCKS"],
         (rows_strided(dense(h)), rows_strided(None if gate is None else dense(gate)), mask_bytes(mask),
          dout.contiguous(), dx, dh, partial, (frames, N // frames)),
-        HAS_GATE=gate is not None, HAS_MASK=mask is not None, C=C, **tile, R=_ROWS, SHARE=_SHARE,
+        HAS_GATE=gate is not None, HAS_MASK=mask is not None, C=C, **tile, BN=_ROWS, SHARE=_SHARE,
     )  # fmt: skip
     return dx, dh, h.new_empty(0) if gate is None else partial.sum(2).to(gate.dtype)
 

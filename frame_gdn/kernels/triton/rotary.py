@@ -13,10 +13,10 @@ from .launch import dense, launch, operator, strided
 @triton.jit
 def _rotary_kernel(
     x, cos_ptr, sin_ptr, out_ptr, rows, N, table_b,
-    INVERSE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BP: tl.constexpr, BLOCKS: tl.constexpr, R: tl.constexpr,
+    INVERSE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BP: tl.constexpr, BLOCKS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """R tokens, all heads: each pair of channels by its token's angle."""
-    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    """BN tokens, all heads: each pair of channels by its token's angle."""
+    row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     b, n = row // N, row % N
     for i in tl.static_range(BLOCKS):
         pair = i * BP + tl.arange(0, BP)
@@ -30,8 +30,8 @@ def _rotary_kernel(
         sin = tl.load(sin_ptr + at, mask=live_pair, other=0.0)
         if INVERSE:
             sin = -sin
-        even, odd = tl.split(tl.reshape(tokens.to(tl.float32), (R, BP, 2)))
-        out = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (R, 2 * BP))
+        even, odd = tl.split(tl.reshape(tokens.to(tl.float32), (BN, BP, 2)))
+        out = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (BN, 2 * BP))
         tl.store(out_ptr + row[:, None] * (H * D) + c[None, :], out.to(out_ptr.dtype.element_ty), mask=live)
 
 
@@ -44,11 +44,11 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     if out.numel():
         x = dense(x)
         cos, sin = cos.float().contiguous(), sin.float().contiguous()
-        R, BP = 4, min(128, triton.next_power_of_2(H * D // 2))
+        BN, BP = 4, min(128, triton.next_power_of_2(H * D // 2))
         launch(
-            _rotary_kernel, triton.cdiv(B * N, R),
+            _rotary_kernel, triton.cdiv(B * N, BN),
             (strided(x), cos, sin, out, B * N, N, 0 if len(cos) == 1 else cos.stride(0)),
-            INVERSE=inverse, H=H, D=D, BP=BP, BLOCKS=triton.cdiv(H * D // 2, BP), R=R, num_warps=R,
+            INVERSE=inverse, H=H, D=D, BP=BP, BLOCKS=triton.cdiv(H * D // 2, BP), BN=BN, num_warps=BN,
         )  # fmt: skip
     return out
 

@@ -86,21 +86,21 @@ def _times_square(
 
 
 @triton.jit
-def rows_of(row_block, R, D: tl.constexpr, BR: tl.constexpr):
+def rows_of(row_block, ROWS, D: tl.constexpr, BR: tl.constexpr):
     """A block's first row, the row where it has to stop, and whether it is one of the rows from D on."""
     blocks: tl.constexpr = (D + BR - 1) // BR
     second = row_block >= blocks
     first_row = tl.where(second, D + (row_block - blocks) * BR, row_block * BR)
-    return first_row, tl.where(second, R, tl.minimum(R, D)), second
+    return first_row, tl.where(second, ROWS, tl.minimum(ROWS, D)), second
 
 
 @triton.jit
-def split_program(R, slots, D: tl.constexpr, BR: tl.constexpr):
+def split_program(ROWS, slots, D: tl.constexpr, BR: tl.constexpr):
     """The row block, which of a launch's parts, and which of its `slots`, in 64 bits, this program works on.
 
     All three are in the grid's first dimension, the others of which end at 65,535.
     """
-    blocks = tl.cdiv(D, BR) + tl.cdiv(R - D, BR)
+    blocks = tl.cdiv(D, BR) + tl.cdiv(ROWS - D, BR)
     index = tl.program_id(0)
     return index % blocks, index // blocks // slots, (index // blocks % slots).to(tl.int64)
 
@@ -122,9 +122,9 @@ def _ends_before(t, ends):
 @triton.jit
 def scan_rows(
     first_row, last_row, sequence, edge, first, last, direction, transition,
-    A_ptr, A_frame, U_ptr, gate_ptr, entering, states, out_ptr, T, ends,
-    R, A_k: tl.constexpr, A_n: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr,
-    GATED: tl.constexpr, TRANSPOSED: tl.constexpr, ADJOINT: tl.constexpr,
+    A_ptr, A_frame, U_ptr, g_ptr, entering, states, out_ptr, T, ends,
+    ROWS, A_k: tl.constexpr, A_n: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr,
+    FACTORED: tl.constexpr, TRANSPOSED: tl.constexpr, ADJOINT: tl.constexpr,
     HAS_IN0: tl.constexpr, HAS_IN1: tl.constexpr, HAS_STATES: tl.constexpr, CUT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -138,7 +138,7 @@ def scan_rows(
     """
     rows = first_row + tl.arange(0, BR)
     row_live = rows < last_row
-    gate_ptr += sequence * T
+    g_ptr += sequence * T
     cols = tl.arange(0, BD)
     tile = rows[:, None] * D + cols[None, :]
     keep0 = row_live[:, None] & (cols < D)[None, :]
@@ -166,13 +166,13 @@ def scan_rows(
                 s0 = tl.zeros_like(s0)
                 s1 = tl.zeros_like(s1)
         if HAS_STATES:
-            slot = states_ptr + (sequence * T + t) * R * D + tile
+            slot = states_ptr + (sequence * T + t) * ROWS * D + tile
             tl.store(slot, s0, mask=keep0)
             if NB == 2:
                 tl.store(slot + BD, s1, mask=keep1)
 
     for _ in tl.range(first, last, num_stages=STAGES):
-        U_tile = U_ptr + (sequence * T + t) * R * D + tile
+        U_tile = U_ptr + (sequence * T + t) * ROWS * D + tile
         u0 = tl.load(U_tile, mask=keep0 & has_u, other=0.0)
         u1 = u0
         if NB == 2:
@@ -181,11 +181,11 @@ def scan_rows(
             s0 = tl.where(add_first, s0 + u0, s0)
             s1 = tl.where(add_first, s1 + u1, s1)
         A_frame_ptr = A_ptr + t.to(tl.int64) * A_frame
-        p0, p1 = _times_square(s0, s1, A_frame_ptr, A_k, A_n, D, BD, NB, TRANSPOSED, not GATED, PRECISION)
-        if GATED:
-            gate = tl.load(gate_ptr + t)
-            p0 = gate * (s0 - p0)
-            p1 = gate * (s1 - p1)
+        p0, p1 = _times_square(s0, s1, A_frame_ptr, A_k, A_n, D, BD, NB, TRANSPOSED, not FACTORED, PRECISION)
+        if FACTORED:
+            g = tl.load(g_ptr + t)
+            p0 = g * (s0 - p0)
+            p1 = g * (s1 - p1)
         kept0, kept1 = s0, s1
         s0, s1 = p0, p1
         if not ADJOINT:
@@ -205,7 +205,7 @@ def scan_rows(
             if not add_first:
                 kept0, kept1 = s0, s1
             inside = (slot_t >= first) & (slot_t < last)
-            slot = states_ptr + (sequence * T + slot_t) * R * D + tile
+            slot = states_ptr + (sequence * T + slot_t) * ROWS * D + tile
             tl.store(slot, kept0, mask=keep0 & inside)
             if NB == 2:
                 tl.store(slot + BD, kept1, mask=keep1 & inside)
@@ -218,7 +218,7 @@ def scan_rows(
 
 @triton.jit
 def _scan_kernel(
-    A, U_ptr, gate_ptr, entering, states, leaving, M_ptr, spans, ends, R,
+    A, U_ptr, g_ptr, entering, states, leaving, M_ptr, spans, ends, ROWS,
     D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr, ADJOINT: tl.constexpr,
     HAS_IN0: tl.constexpr, HAS_IN1: tl.constexpr, HAS_STATES: tl.constexpr, KINDS: tl.constexpr, CUT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -231,12 +231,12 @@ def _scan_kernel(
     """
     A_ptr, A_kind, A_sequence, A_frame = A
     T, count, length, sequences_and_spans = spans
-    row_block, part, slot = split_program(R, sequences_and_spans, D, BR)
+    row_block, part, slot = split_program(ROWS, sequences_and_spans, D, BR)
     direction = part - KINDS
     sequence, first = slot // count, (slot % count).to(tl.int32) * length
     last = tl.minimum(T, first + length)
-    first_row, last_row, second = rows_of(row_block, R, D, BR)
-    edge = slot * R * D
+    first_row, last_row, second = rows_of(row_block, ROWS, D, BR)
+    edge = slot * ROWS * D
     out_ptr = leaving[0]
     if direction == 1:
         out_ptr = leaving[1]
@@ -253,14 +253,14 @@ def _scan_kernel(
     scan_rows(
         first_row, last_row, sequence, edge, first, last, direction, transition,
         A_ptr + tl.where(second, A_kind, 0) + sequence * A_sequence, A_frame,
-        U_ptr, gate_ptr, entering, states, out_ptr, T, ends, R, 1, D, D, BD, NB, BR,
+        U_ptr, g_ptr, entering, states, out_ptr, T, ends, ROWS, 1, D, D, BD, NB, BR,
         True, True, ADJOINT, HAS_IN0, HAS_IN1, HAS_STATES, CUT, PRECISION, STAGES,
     )  # fmt: skip
 
 
 @triton.jit
 def _compose_rows(
-    row_block, sequence, M, h_ptr, in_ptr, into_ptr, out_ptr, spans, ends, R,
+    row_block, sequence, M, h_ptr, in_ptr, into_ptr, out_ptr, spans, ends, ROWS,
     D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr,
     DOWN: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_IN: tl.constexpr, CUT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -268,21 +268,21 @@ def _compose_rows(
     """A block of rows of one sequence from span to span, X -> X M + h, or Mᵀ where TRANSPOSED: what enters each."""
     M_ptr, M_kind, M_span = M
     T, count, length, _ = spans
-    first_row, last_row, second = rows_of(row_block, R, D, BR)
+    first_row, last_row, second = rows_of(row_block, ROWS, D, BR)
     rows = first_row + tl.arange(0, BR)
     cols = tl.arange(0, BD)
     tile = rows[:, None] * D + cols[None, :]
     keep0 = (rows < last_row)[:, None] & (cols < D)[None, :]
     keep1 = (rows < last_row)[:, None] & (cols + BD < D)[None, :]
     M_ptr += sequence * count * M_span + tl.where(second, M_kind, 0)
-    edge = sequence * R * D + tile
+    edge = sequence * ROWS * D + tile
     s0 = tl.load(in_ptr + edge, mask=keep0 & HAS_IN, other=0.0)
     s1 = s0
     if NB == 2:
         s1 = tl.load(in_ptr + edge + BD, mask=keep1 & HAS_IN, other=0.0)
     for i in tl.range(0, count, num_stages=STAGES):
         span = count - 1 - i if DOWN else i
-        slot = (sequence * count + span) * R * D + tile
+        slot = (sequence * count + span) * ROWS * D + tile
         tl.store(into_ptr + slot, s0, mask=keep0)
         h0 = tl.load(h_ptr + slot, mask=keep0, other=0.0)
         h1 = h0
@@ -309,7 +309,7 @@ def _compose_rows(
 
 @triton.jit
 def _compose_kernel(
-    M, h, entering, into, leaving, spans, ends, R,
+    M, h, entering, into, leaving, spans, ends, ROWS,
     D: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BR: tl.constexpr, ADJOINT: tl.constexpr,
     HAS_IN0: tl.constexpr, HAS_IN1: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -318,15 +318,15 @@ def _compose_kernel(
     M is (pointer, the strides of kind and span), `spans` T, their number, their length and B H; `h`, `entering`,
     `into` and `leaving` hold a pointer for each direction.
     """
-    row_block, direction, sequence = split_program(R, spans[3], D, BR)
+    row_block, direction, sequence = split_program(ROWS, spans[3], D, BR)
     if direction == 0:
         _compose_rows(
-            row_block, sequence, M, h[0], entering[0], into[0], leaving[0], spans, ends, R, D, BD, NB, BR,
+            row_block, sequence, M, h[0], entering[0], into[0], leaving[0], spans, ends, ROWS, D, BD, NB, BR,
             ADJOINT, False, HAS_IN0, False, PRECISION, STAGES,
         )  # fmt: skip
     else:
         _compose_rows(
-            row_block, sequence, M, h[1], entering[1], into[1], leaving[1], spans, ends, R, D, BD, NB, BR,
+            row_block, sequence, M, h[1], entering[1], into[1], leaving[1], spans, ends, ROWS, D, BD, NB, BR,
             not ADJOINT, True, HAS_IN1, CUT, PRECISION, STAGES,
         )  # fmt: skip
 
@@ -364,7 +364,7 @@ class FactoredTransitions(NamedTuple):
 
     A: Tensor
     U: Tensor
-    gate: Tensor
+    g: Tensor
     precision: str
 
 
@@ -384,7 +384,7 @@ def _ends(flags: Sequence[bool]) -> tuple[int, int, int]:
 
 
 def packed_rows(S: Tensor | None, z: Tensor | None, rows: int) -> Tensor | None:
-    """States that enter a shard, (B, H, D, D) and (B, H, D), as one (B, H, R, D) of `rows` R; absent is zero."""
+    """States that enter a shard, (B, H, D, D) and (B, H, D), as one (B, H, ROWS, D) of `rows` ROWS; absent is zero."""
     if S is None and z is None:
         return None
     if rows == (S if S is not None else z).shape[-1]:  # type: ignore[union-attr]
@@ -401,17 +401,17 @@ def packed_rows(S: Tensor | None, z: Tensor | None, rows: int) -> Tensor | None:
 
 
 def split_rows(x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """(..., R, D) as views S (..., D, D) and z (..., D)."""
+    """(..., ROWS, D) as views S (..., D, D) and z (..., D)."""
     if x is None:
         return None, None
-    R, D = x.shape[-2:]
-    if R == D:
+    ROWS, D = x.shape[-2:]
+    if ROWS == D:
         return x, None
     return x.narrow(-2, 0, D), x.select(-2, D)  # in half the time of a split
 
 
 def _gradient_rows(dX: Tensor, dx: Tensor | None) -> Tensor:
-    """dX and dx as one (B, H, T, R, D); where `project_backward` made them, they are views of it."""
+    """dX and dx as one (B, H, T, ROWS, D); where `project_backward` made them, they are views of it."""
     if dx is None:
         return dX.contiguous()
     B, H, T, D, _ = dX.shape
@@ -468,29 +468,29 @@ class Cut(NamedTuple):
 def compose(
     settings: Settings, M: Tensor, h: Sequence[Tensor], initial: Sequence[Tensor | None], T: int, cut: Cut
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The states that enter each span, (B, H, spans, R, D) a direction, and what leaves the last, (B, H, R, D).
+    """The states that enter each span, (B, H, spans, ROWS, D) a direction, and what leaves the last, (B, H, ROWS, D).
 
     M (B, H, spans, kinds, D, D) are the spans' transitions in the order of direction 0, h what leaves them from zero.
     """
-    B, H, spans, R, D = h[0].shape
+    B, H, spans, ROWS, D = h[0].shape
     BD, NB = channel_blocks(D)
     into = [torch.empty_like(x) for x in h]
-    out = [x.new_empty(B, H, R, D) for x in h]
+    out = [x.new_empty(B, H, ROWS, D) for x in h]
     in0, in1 = (*initial, None)[:2]
     settings.launcher.launch(
-        _compose_kernel, lambda tile: row_blocks(R, D, tile) * B * H * len(h),
+        _compose_kernel, lambda tile: row_blocks(ROWS, D, tile) * B * H * len(h),
         ((M, D * D if M.shape[3] > 1 else 0, M.stride(2)), _pair(h),
          (M if in0 is None else in0, M if in1 is None else in1), _pair(into), _pair(out),
-         (T, spans, cut.length, B * H), cut.ends, R),
+         (T, spans, cut.length, B * H), cut.ends, ROWS),
         {"D": D, "BD": BD, "NB": NB, "ADJOINT": cut.adjoint, "HAS_IN0": in0 is not None, "HAS_IN1": in1 is not None,
          "CUT": cut.ends != _NO_ENDS, "PRECISION": "tf32x3"}, _COMPOSE_TILES,
     )  # fmt: skip
     return into, out
 
 
-def row_blocks(R: int, D: int, tile: dict[str, int]) -> int:
+def row_blocks(ROWS: int, D: int, tile: dict[str, int]) -> int:
     """How many blocks of rows `rows_of` counts: those below D and those from there on have blocks of their own."""
-    return cdiv(D, tile["BR"]) + cdiv(R - D, tile["BR"])
+    return cdiv(D, tile["BR"]) + cdiv(ROWS - D, tile["BR"])
 
 
 def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -502,14 +502,14 @@ def _scan(
     settings: Settings, tr: FactoredTransitions, U: Tensor, entering: tuple[Tensor | None, Tensor | None],
     ends: Sequence[bool], *, reverse: bool, adjoint: bool, keep: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
-    """Both directions' states (B, H, T, R, D) where kept, and what leaves (B, H, R, D)."""
-    B, H, T, R, D = U.shape
+    """Both directions' states (B, H, T, ROWS, D) where kept, and what leaves (B, H, ROWS, D)."""
+    B, H, T, ROWS, D = U.shape
     directions = 2 if reverse else 1
     states = [U] * directions
     if U.numel() == 0:
-        out = [U.new_zeros(B, H, R, D) if x is None else x for x in entering[:directions]]
+        out = [U.new_zeros(B, H, ROWS, D) if x is None else x for x in entering[:directions]]
     else:
-        length = span_length(settings, T, B * H, D, R - D, directions, tr.A.shape[0], U.device)
+        length = span_length(settings, T, B * H, D, ROWS - D, directions, tr.A.shape[0], U.device)
         cut = Cut(length, _ends(ends), adjoint, directions)
         of_spans: Sequence[Tensor | None] = entering
         if length < T:
@@ -527,23 +527,23 @@ def _scan_spans(
     settings: Settings, tr: FactoredTransitions, U: Tensor, entering: Sequence[Tensor | None], cut: Cut,
     *, kinds: int, keep: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:  # fmt: skip
-    """Spans of frames side by side: the states (B, H, T, R, D) of each direction where kept, what leaves
-    each span (B, H, spans, R, D), and of the first `kinds` of A its transition (B, H, spans, kinds, D, D).
+    """Spans of frames side by side: the states (B, H, T, ROWS, D) of each direction where kept, what leaves
+    each span (B, H, spans, ROWS, D), and of the first `kinds` of A its transition (B, H, spans, kinds, D, D).
 
-    What enters is one state a span, (B, H, spans, R, D), which for a single span is (B, H, R, D).
+    What enters is one state a span, (B, H, spans, ROWS, D), which for a single span is (B, H, ROWS, D).
     """
-    B, H, T, R, D = U.shape
+    B, H, T, ROWS, D = U.shape
     BD, NB = channel_blocks(D)
     spans = cdiv(T, cut.length)
     states = [torch.empty_like(U) if keep else U for _ in range(cut.directions)]
-    out = [U.new_empty(B, H, spans, R, D) for _ in range(cut.directions)]
+    out = [U.new_empty(B, H, spans, ROWS, D) for _ in range(cut.directions)]
     M = U.new_empty(B, H, spans, kinds, D, D)
     in0, in1 = (*entering, None, None)[:2]
     settings.launcher.launch(
-        _scan_kernel, lambda tile: row_blocks(R, D, tile) * B * H * spans * (kinds + cut.directions),
-        ((tr.A, tr.A.stride(0) if tr.A.shape[0] > 1 else 0, T * D * D, D * D), U, tr.gate,
+        _scan_kernel, lambda tile: row_blocks(ROWS, D, tile) * B * H * spans * (kinds + cut.directions),
+        ((tr.A, tr.A.stride(0) if tr.A.shape[0] > 1 else 0, T * D * D, D * D), U, tr.g,
          (U if in0 is None else in0, U if in1 is None else in1), _pair(states or [U]), _pair(out or [U]), M,
-         (T, spans, cut.length, B * H * spans), cut.ends, R),
+         (T, spans, cut.length, B * H * spans), cut.ends, ROWS),
         {"D": D, "BD": BD, "NB": NB, "ADJOINT": cut.adjoint, "HAS_IN0": in0 is not None, "HAS_IN1": in1 is not None,
          "HAS_STATES": keep, "KINDS": kinds, "CUT": cut.ends != _NO_ENDS and cut.directions == 2,
          "PRECISION": tr.precision},

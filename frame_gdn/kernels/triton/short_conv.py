@@ -227,14 +227,14 @@ def short_conv(
 @operator("short_conv_backward")
 def short_conv_backward(
     dout: Tensor, x: Tensor, past: Tensor | None, future: Tensor | None, weight: Tensor,
-    ends: Sequence[int] | None,
+    ends: Sequence[int] | None, programs: int = _CONV_PROGRAMS,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of x, past, future and weight; empty where there is no such halo."""
+    """Gradients of x, past, future and weight, empty where there is no such halo, by at most so many programs."""
     B, T, S, C = x.shape
     K = weight.shape[-1]
     dx, dpast, dfuture = (dout.new_empty(0 if t is None else t.shape) for t in (x, past, future))
     blocks = triton.cdiv(C, _CHANNELS)
-    groups = min(max(_CONV_PROGRAMS // blocks, 1), B * S)
+    groups = min(max(programs // blocks, 1), B * S)
     if dx.numel() == 0:
         return [dx, dpast.zero_(), dfuture.zero_(), torch.zeros_like(weight, memory_format=torch.contiguous_format)]
     x = dense(x)

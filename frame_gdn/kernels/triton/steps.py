@@ -10,10 +10,10 @@ interpreter). A step is one launch, and no step waits for the device:
 
 No shape falls back to plain PyTorch; with 99 KiB of shared memory a block every launch has a tile that fits.
 
-Layouts, R = D + 1 rows of which the last is the denominator's (R = D without one):
+Layouts, ROWS = D + 1 rows of which the last is the denominator's (ROWS = D without one):
     A     (1 or 2, B, H, T, D, D)   W = g (I - A); the second for the denominator, absent where its keys are the same
-    gate  (B, H, T)                 g, or 1 in a padded frame
-    U, states, adjoints (B, H, T, R, D)
+    g     (B, H, T)                 the decay, or 1 in a padded frame
+    U, states, adjoints (B, H, T, ROWS, D)
 W, S and every sum are float32.
 
 Precision. bfloat16 tokens: products of tokens in bfloat16; where a state takes part, in float16 scaled by powers of

@@ -54,9 +54,9 @@ def locate(tensor, b, n, h):
 
 
 @triton.jit
-def is_active(mask_ptr, frame, MASK: tl.constexpr):
+def is_active(mask_ptr, frame, HAS_MASK: tl.constexpr):
     """Whether a frame, counted over the batch, is not padding."""
-    if MASK:
+    if HAS_MASK:
         return tl.load(mask_ptr + frame) != 0
     else:
         return True

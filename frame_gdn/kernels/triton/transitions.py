@@ -36,9 +36,9 @@ from .tiles import (
 
 @triton.jit
 def _transitions_kernel(
-    k, k_rot, v, beta, decay, mask_ptr, tables, A_ptr, U_ptr, gate_ptr, shape, A_kind,
-    D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
-    ROTARY: tl.constexpr, MASK: tl.constexpr, INT64: tl.constexpr, SEPARATE: tl.constexpr,
+    k, k_rot, v, beta, decay, mask_ptr, tables, A_ptr, U_ptr, g_ptr, shape, A_kind,
+    D: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
+    ROTARY: tl.constexpr, HAS_MASK: tl.constexpr, INT64: tl.constexpr, SEPARATE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One block of one product of one frame: U (kind 0), A (1), or A of the denominator where its keys differ (2)."""
@@ -49,10 +49,10 @@ def _transitions_kernel(
     i, j = (part // NB) % NB, part % NB
     b, t, h = split_index(tl.program_id(0) // PARTS, H, T)
     frame, token = (b * H + h) * T + t, t * S
-    active = is_active(mask_ptr, b * T + t, MASK)
+    active = is_active(mask_ptr, b * T + t, HAS_MASK)
     if part == 0:
-        gate = tl.load(locate(decay, b, t, h)).to(tl.float32)
-        tl.store(gate_ptr + frame, tl.where(active, gate, 1.0))
+        g = tl.load(locate(decay, b, t, h)).to(tl.float32)
+        tl.store(g_ptr + frame, tl.where(active, g, 1.0))
 
     tokens = tl.where(active, S, 0)  # a padded frame is never read
     keys, values = frame_tokens(k, b, token, h), frame_tokens(v, b, token, h)
@@ -63,7 +63,7 @@ def _transitions_kernel(
     offs_j = j * BD + tl.arange(0, BD)
     block = offs_i[:, None] * D + offs_j[None, :]
     inside = (offs_i < D)[:, None] & (offs_j < D)[None, :]
-    U_ptr += frame * R * D
+    U_ptr += frame * ROWS * D
     A_ptr += tl.where(kind == 2, A_kind, 0) + frame * D * D
     TABLES: tl.constexpr = ROTARY == "tables"
     if kind == 0:
@@ -78,7 +78,7 @@ def _transitions_kernel(
             D, BD, NB, BN, True, TABLES, "beta", PRECISION, STAGES,
         )  # fmt: skip
         tl.store(A_ptr + block, a.to(A_ptr.dtype.element_ty), mask=inside)
-        if R > D and not SEPARATE:  # noqa: SIM102 (known when compiling, the inner one is not)
+        if ROWS > D and not SEPARATE:  # noqa: SIM102 (known when compiling, the inner one is not)
             if i == 0:
                 tl.store(U_ptr + D * D + offs_j, total, mask=offs_j < D)
     else:
@@ -115,8 +115,9 @@ def _inner_product(left_ptr, right_ptr, i, j, exists, D: tl.constexpr, BD: tl.co
 def _transition_gradient_kernel(
     A_ptr, decay, mask_ptr, states, entering_ptr, adjoints, dA_ptr, dA_z_ptr, ddecay_ptr,
     shape, A_kind, ddecay_block,
-    D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr,
-    MASK: tl.constexpr, SEPARATE: tl.constexpr, ENTERING: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr,
+    HAS_MASK: tl.constexpr, SEPARATE: tl.constexpr, ENTERING: tl.constexpr, REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Block (i, j) of one frame's dA = -g (dW + dWᵀ) with dW = S_{t-1}ᵀ G_t + R_{t+1}ᵀ F_t, dA_z the same of dW°, and
     the block's part of ddecay = <dW, I - A>. `states` are S and R, `adjoints` G and F, the sequences' first.
@@ -130,34 +131,34 @@ def _transition_gradient_kernel(
     i, j = block // NB % NB, block % NB
     b, h = sequence // H, sequence % H
     frame = sequence * T + t
-    active = is_active(mask_ptr, b * T + t, MASK)
-    gate = tl.load(locate(decay, b, t, h)).to(tl.float32)
-    gate = tl.where(active, gate, 0.0)
+    active = is_active(mask_ptr, b * T + t, HAS_MASK)
+    g = tl.load(locate(decay, b, t, h)).to(tl.float32)
+    g = tl.where(active, g, 0.0)
     d = tl.arange(0, BD)
     row, col = i * BD + d, j * BD + d
     square = row[:, None] * D + col[None, :]
     keep = (row < D)[:, None] & (col < D)[None, :]
     diagonal = tl.where(row[:, None] == col[None, :], 1.0, 0.0)
 
-    before_ptr = states[0] + (frame - 1) * R * D
+    before_ptr = states[0] + (frame - 1) * ROWS * D
     if ENTERING:
-        before_ptr = tl.where(t > 0, before_ptr, entering_ptr + sequence * R * D)
+        before_ptr = tl.where(t > 0, before_ptr, entering_ptr + sequence * ROWS * D)
     exists = ENTERING | (t > 0)
-    R_ptr = states[1] + frame * R * D
-    G_ptr = adjoints[0] + frame * R * D
-    F_ptr = adjoints[1] + frame * R * D
+    reverse_ptr = states[1] + frame * ROWS * D
+    G_ptr = adjoints[0] + frame * ROWS * D
+    F_ptr = adjoints[1] + frame * ROWS * D
     dW = _inner_product(before_ptr, G_ptr, i, j, exists, D, BD, NB, PRECISION)
     if REVERSE:
-        dW += _inner_product(R_ptr, F_ptr, i, j, True, D, BD, NB, PRECISION)
+        dW += _inner_product(reverse_ptr, F_ptr, i, j, True, D, BD, NB, PRECISION)
     a = tl.load(A_ptr + frame * D * D + square, mask=keep, other=0.0).to(tl.float32)
     ddecay = tl.sum(tl.sum(dW * (diagonal - a), 1), 0)
     mirrored = dW
     if NB > 1:
         mirrored = _inner_product(before_ptr, G_ptr, j, i, exists, D, BD, NB, PRECISION)
         if REVERSE:
-            mirrored += _inner_product(R_ptr, F_ptr, j, i, True, D, BD, NB, PRECISION)
+            mirrored += _inner_product(reverse_ptr, F_ptr, j, i, True, D, BD, NB, PRECISION)
     both = dW + tl.trans(mirrored)
-    if R > D:
+    if ROWS > D:
         z_i = tl.load(before_ptr + D * D + row, mask=(row < D) & exists, other=0.0)
         z_j = tl.load(before_ptr + D * D + col, mask=(col < D) & exists, other=0.0)
         gamma_i = tl.load(G_ptr + D * D + row, mask=row < D, other=0.0)
@@ -165,19 +166,19 @@ def _transition_gradient_kernel(
         dW_z = gamma_i[:, None] * z_j[None, :]
         twice = dW_z + z_i[:, None] * gamma_j[None, :]
         if REVERSE:
-            y_i = tl.load(R_ptr + D * D + row, mask=row < D, other=0.0)
-            y_j = tl.load(R_ptr + D * D + col, mask=col < D, other=0.0)
+            y_i = tl.load(reverse_ptr + D * D + row, mask=row < D, other=0.0)
+            y_j = tl.load(reverse_ptr + D * D + col, mask=col < D, other=0.0)
             phi_i = tl.load(F_ptr + D * D + row, mask=row < D, other=0.0)
             phi_j = tl.load(F_ptr + D * D + col, mask=col < D, other=0.0)
             dW_z += phi_i[:, None] * y_j[None, :]
             twice += phi_i[:, None] * y_j[None, :] + y_i[:, None] * phi_j[None, :]
         if SEPARATE:
             a = tl.load(A_ptr + A_kind + frame * D * D + square, mask=keep, other=0.0).to(tl.float32)
-            tl.store(dA_z_ptr + frame * D * D + square, (-gate * twice).to(dA_z_ptr.dtype.element_ty), mask=keep)
+            tl.store(dA_z_ptr + frame * D * D + square, (-g * twice).to(dA_z_ptr.dtype.element_ty), mask=keep)
         else:
             both += twice
         ddecay += tl.sum(tl.sum(dW_z * (diagonal - a), 1), 0)
-    tl.store(dA_ptr + frame * D * D + square, (-gate * both).to(dA_ptr.dtype.element_ty), mask=keep)
+    tl.store(dA_ptr + frame * D * D + square, (-g * both).to(dA_ptr.dtype.element_ty), mask=keep)
     ddecay = tl.where(active, ddecay, 0.0)
     ddecay_ptr += block.to(tl.int64) * ddecay_block + (b * T + t) * H + h
     tl.store(ddecay_ptr, ddecay.to(ddecay_ptr.dtype.element_ty))
@@ -186,8 +187,8 @@ def _transition_gradient_kernel(
 @triton.jit
 def _key_gradient_kernel(
     k, k_rot, v, beta, mask_ptr, tables, adjoints, dA_ptr, dA_z_ptr, dk, dk_rot, dbeta, shape,
-    D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
-    ROTARY: tl.constexpr, MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+    ROTARY: tl.constexpr, HAS_MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One frame: dk~ = beta (dUᵀ v + dA k~), dk = beta (w + dA_z k), w the sum of the denominator's adjoints; dbeta.
@@ -200,10 +201,10 @@ def _key_gradient_kernel(
     frame, token = (b * H + h) * T + t, t * S
     EXACT: tl.constexpr = PRECISION != "tf32"
     BF16: tl.constexpr = k[0].dtype.element_ty == tl.bfloat16
-    NORMALIZE: tl.constexpr = R > D
+    NORMALIZE: tl.constexpr = ROWS > D
     SEPARATE: tl.constexpr = NORMALIZE and ROTARY != "none"
 
-    active = is_active(mask_ptr, b * T + t, MASK)
+    active = is_active(mask_ptr, b * T + t, HAS_MASK)
     keys, values = frame_tokens(k, b, token, h), frame_tokens(v, b, token, h)
     rotated_keys, weights = frame_tokens(k_rot, b, token, h), frame_tokens(beta, b, token, h)
     dkeys, drotated = frame_tokens(dk, b, token, h), frame_tokens(dk_rot, b, token, h)
@@ -215,13 +216,13 @@ def _key_gradient_kernel(
     keep = (d < D)[:, None] & (d < D)[None, :]
     dA = tl.load(dA_ptr + frame * D * D + square, mask=keep, other=0.0).to(tl.float32)
     dA, _, dA_size = matrix_operand(dA, BF16, EXACT)
-    dU = load_sum(adjoints, frame * R * D + square, keep, REVERSE)
+    dU = load_sum(adjoints, frame * ROWS * D + square, keep, REVERSE)
     dU, _, dU_size = matrix_operand(dU, BF16, EXACT)
     if SEPARATE:
         dA_z = tl.load(dA_z_ptr + frame * D * D + square, mask=keep, other=0.0).to(tl.float32)
         dA_z, _, dA_z_size = matrix_operand(dA_z, BF16, EXACT)
     if NORMALIZE:
-        w = load_sum(adjoints, frame * R * D + D * D + d, d < D, REVERSE)
+        w = load_sum(adjoints, frame * ROWS * D + D * D + d, d < D, REVERSE)
 
     for n0 in tl.range(0, S, BN, num_stages=STAGES):
         n = n0 + token_indices(S, BN)
@@ -268,17 +269,17 @@ def _key_gradient_kernel(
 @triton.jit
 def _wide_key_gradient_kernel(
     k, k_rot, v, beta, mask_ptr, tables, adjoints, dA_ptr, dA_z_ptr, dk, dk_rot, dbeta, shape, dbeta_block,
-    D: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
-    ROTARY: tl.constexpr, MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
+    ROTARY: tl.constexpr, HAS_MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As `_key_gradient_kernel`, a block of channels a program; dbeta's parts of the blocks are (NB, B, N, H)."""
     H, T, S = frame_sizes(shape, INT64)
     i = tl.program_id(0) % NB
     b, t, h = split_index(tl.program_id(0) // NB, H, T)
     frame, token = (b * H + h) * T + t, t * S
-    NORMALIZE: tl.constexpr = R > D
+    NORMALIZE: tl.constexpr = ROWS > D
     TABLES: tl.constexpr = ROTARY == "tables"
-    active = is_active(mask_ptr, b * T + t, MASK)
+    active = is_active(mask_ptr, b * T + t, HAS_MASK)
     keys, values = frame_tokens(k, b, token, h), frame_tokens(v, b, token, h)
     rotated_keys = frame_tokens(k_rot, b, token, h) if ROTARY == "given" else keys
     weights = frame_tokens(beta, b, token, h)
@@ -286,7 +287,7 @@ def _wide_key_gradient_kernel(
     dweight_ptr, dweight_n = frame_tokens(dbeta, b, token, h)
     dweights = (dweight_ptr + i.to(tl.int64) * dbeta_block, dweight_n)
     tables = frame_tables(tables, token, D)
-    dU = (adjoints[0] + frame * R * D, adjoints[1] + frame * R * D)
+    dU = (adjoints[0] + frame * ROWS * D, adjoints[1] + frame * ROWS * D)
     dA, dA_z = dA_ptr + frame * D * D, dA_z_ptr + frame * D * D
     d = i * BD + tl.arange(0, BD)
     for n0 in tl.range(0, S, BN):
@@ -361,23 +362,23 @@ def transitions(settings: Settings, x: Inputs, normalize: bool) -> FactoredTrans
     k, v = dense(x.k), dense(x.v)
     rotary = rotary_of(x, k, x.k_rot)
     separate = normalize and rotary.source != "none"
-    R = D + 1 if normalize else D
+    ROWS = D + 1 if normalize else D
     BD, NB = channel_blocks(D)
     precision, state_precision = settings.token_precision(k.dtype), settings.state_precision(k.dtype)
     A_dtype = torch.float16 if state_precision == "tf32" else torch.float32
     A = torch.empty(2 if separate else 1, B, H, T, D, D, dtype=A_dtype, device=k.device)
-    U = torch.empty(B, H, T, R, D, dtype=torch.float32, device=k.device)
-    gate = torch.empty(B, H, T, dtype=torch.float32, device=k.device)
+    U = torch.empty(B, H, T, ROWS, D, dtype=torch.float32, device=k.device)
+    g = torch.empty(B, H, T, dtype=torch.float32, device=k.device)
     if A.numel():
         int64 = needs_int64(N // T, k, rotary.tokens, v, x.beta)
         settings.launcher.launch(
             _transitions_kernel, lambda tile: B * T * H * NB * NB * (3 if separate else 2),
             (strided(k), strided(rotary.tokens), strided(v), strided(x.beta), strided(x.decay), mask_of(x, k),
-             rotary.tables, A, U, gate, (H, T, N // T), A.stride(0) if separate else 0),
-            {"D": D, "R": R, "BD": BD, "NB": NB, "ROTARY": rotary.source, "MASK": x.mask is not None, "INT64": int64,
-             "SEPARATE": separate, "PRECISION": precision}, _TRANSITIONS_TILES[precision],
+             rotary.tables, A, U, g, (H, T, N // T), A.stride(0) if separate else 0),
+            {"D": D, "ROWS": ROWS, "BD": BD, "NB": NB, "ROTARY": rotary.source, "HAS_MASK": x.mask is not None,
+             "INT64": int64, "SEPARATE": separate, "PRECISION": precision}, _TRANSITIONS_TILES[precision],
         )  # fmt: skip
-    return FactoredTransitions(A, U, gate, state_precision)
+    return FactoredTransitions(A, U, g, state_precision)
 
 
 def transitions_backward(
@@ -387,10 +388,10 @@ def transitions_backward(
     T = x.decay.shape[1]
     k, v = dense(x.k), dense(x.v)
     rotary = rotary_of(x, k, x.k_rot)
-    R = D if states.z is None else D + 1
+    ROWS = D if states.z is None else D + 1
     BD, NB = settings.gradient_blocks(k)
     separate = tr.A.shape[0] > 1
-    before = packed_rows(entering.S, entering.z, R)
+    before = packed_rows(entering.S, entering.z, ROWS)
     precision = settings.token_precision(k.dtype)
     dA_dtype = torch.bfloat16 if precision == "tf32" and k.dtype == torch.bfloat16 else torch.float32
     dA = torch.empty(1 + separate, B, H, T, D, D, dtype=dA_dtype, device=k.device)
@@ -406,7 +407,7 @@ def transitions_backward(
             _transition_gradient_kernel, lambda tile: B * H * T * NB * NB,
             (tr.A, strided(x.decay), mask, both(states), states.S if before is None else before, both(adjoint),
              dA[0], dA[-1], ddecay, (B * H, H, T), tr.A.stride(0), ddecay.stride(0)),
-            {"D": D, "R": R, "BD": BD, "NB": NB, "MASK": x.mask is not None, "SEPARATE": separate,
+            {"D": D, "ROWS": ROWS, "BD": BD, "NB": NB, "HAS_MASK": x.mask is not None, "SEPARATE": separate,
              "ENTERING": before is not None, "REVERSE": states.R is not None, "PRECISION": tr.precision},
             _TRANSITION_GRADIENT_TILES,
         )  # fmt: skip
@@ -415,8 +416,8 @@ def transitions_backward(
             strided(k), strided(rotary.tokens), strided(v), strided(x.beta), mask, rotary.tables, both(adjoint),
             dA[0], dA[-1], strided(dk), strided(dk_rot), strided(dbeta[0]), (H, T, N // T),
         )  # fmt: skip
-        options = {"D": D, "R": R, "BD": BD, "ROTARY": rotary.source, "MASK": x.mask is not None, "INT64": int64,
-                   "REVERSE": states.R is not None, "PRECISION": precision}  # fmt: skip
+        options = {"D": D, "ROWS": ROWS, "BD": BD, "ROTARY": rotary.source, "HAS_MASK": x.mask is not None,
+                   "INT64": int64, "REVERSE": states.R is not None, "PRECISION": precision}  # fmt: skip
         if NB > 1:
             settings.launcher.launch(
                 _wide_key_gradient_kernel, lambda tile: B * T * H * NB, (*arguments, dbeta.stride(0)),

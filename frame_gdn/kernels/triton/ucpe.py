@@ -178,16 +178,16 @@ def _turn_backward_kernel(
             yray, yplace = _multiplied(m, ray, False), _rotated(place, cos, sin)
             u, w = tl.sum(ray * ray + place * place, 1), tl.sum(yray * yray + yplace * yplace, 1)
             ds = tl.sum(dray * yray + dplace * yplace, 1)
-            wide_u, wide_w = u * (1 / D) + 1e-6, w * (1 / D) + 1e-6
-            s = tl.minimum(tl.sqrt(wide_u / wide_w), 1.0)
+            mean_u, mean_w = u * (1 / D) + 1e-6, w * (1 / D) + 1e-6
+            s = tl.minimum(tl.sqrt(mean_u / mean_w), 1.0)
             grad = tl.load(dinflation_ptr + n * heads + head, mask=live, other=0.0)
             length, shrunk = s * s * w, 1.0 / tl.maximum(u, 1e-12)
             grad *= shrunk
             dlength = tl.where(length > 1e-12, grad, 0.0)
             du = tl.where(u > 1e-12, -grad * tl.maximum(length, 1e-12) * shrunk, 0.0)
-            ds = tl.where(wide_u <= wide_w, ds * s + dlength * 2 * length, 0.0) * (1 / D)
-            du = (2 * du + ds / wide_u)[:, None]
-            dw = (2 * dlength * s * s - ds / wide_w)[:, None]
+            ds = tl.where(mean_u <= mean_w, ds * s + dlength * 2 * length, 0.0) * (1 / D)
+            du = (2 * du + ds / mean_u)[:, None]
+            dw = (2 * dlength * s * s - ds / mean_w)[:, None]
             dray, dplace = s[:, None] * dray + dw * yray, s[:, None] * dplace + dw * yplace
         dray, dplace = _multiplied(m, dray, True), _rotated(dplace, cos, -sin)
         if not INVERSE:
