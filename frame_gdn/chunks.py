@@ -255,7 +255,7 @@ class KeyFrames:
         """What a state keeps after so many of the call's frames: how many chunks of the clip there have been, the
         lengths of those that are kept, and their runs as in `seen`."""
         places = self._places(frames)
-        chunks = max((number + 1 for number in places), default=self.number)
+        chunks = [*places][-1] + 1 if places else self.number  # they rise
         kept = [places[number] for number in self.window.kept(chunks)]
         return chunks, tuple(end - begin for begin, end in kept), _runs(kept)
 

@@ -36,6 +36,11 @@ def swap(
     chunk_frames: int | None | Keep = KEEP,
     first_chunk_frames: int | None | Keep = KEEP,
     merge_tail: bool | Keep = KEEP,
+    softmax_window: int | None | Keep = KEEP,
+    softmax_sink: bool | Keep = KEEP,
+    camera_conv_past: bool | Keep = KEEP,
+    camera_rescale: bool | Keep = KEEP,
+    softmax_scale: float | None | Keep = KEEP,
     group: ProcessGroup | None | Keep = KEEP,
     backend: str | Keep = KEEP,
     attention: str | Keep = KEEP,
@@ -47,9 +52,8 @@ def swap(
     offload or wrap.
 
     What changes what the model computes is in its configuration, saved and loaded with it: `blocks` as `gdn_blocks`,
-    `start_scale`, `chunk_frames`, `first_chunk_frames` and `merge_tail` by their names. An option that is not named is
-    that of the configuration, else its default. The others are in none: a swapped model keeps them, a stock one begins
-    with no group and with "auto".
+    the others by their names. An option that is not named is that of the configuration, else its default. `group`,
+    `backend` and `attention` are in none: a swapped model keeps them, a stock one begins with no group and "auto".
 
     Args:
         model: a `SanaWMTransformer3DModel` (same weights, same outputs), a `SanaVideoTransformer3DModel` (linear
@@ -62,6 +66,14 @@ def swap(
             the others. It needs chunk_frames.
         merge_tail: a tail shorter than chunk_frames joins the chunk before it, as in SANA-WM's training; False: it is
             a chunk of its own. A clip that is continued from a state must not end in such a tail alone.
+        softmax_window: how many earlier chunks a softmax block sees, the sink counted; None: all. It needs
+            chunk_frames.
+        softmax_sink: the clip's first chunk is one of them.
+        camera_conv_past, camera_rescale, softmax_scale: of SANA-WM, what NVlabs' streaming code reads otherwise than
+            diffusers, whose reading is the default. camera_conv_past False: the short convolution of the camera branch
+            sees zeros before each chunk, not the chunk before it. camera_rescale False: the camera branch's queries,
+            keys and values are not scaled back to the rms that they had before their rays. softmax_scale: the scale of
+            both softmax branches; None: 1/√D in the main one, 1/√128 for D 112 in the camera's, as diffusers pads it.
         group: the context-parallel group over which frames are sharded; as calling `parallelize(model, group)`.
         backend: "torch", "triton" or "auto".
         attention: what softmax blocks compute with: "sdpa", diffusers' dispatcher; "flash4", flash-attn-4 (the extra
@@ -83,6 +95,11 @@ def swap(
         "chunk_frames": chunk_frames,
         "first_chunk_frames": first_chunk_frames,
         "merge_tail": merge_tail,
+        "softmax_window": softmax_window,
+        "softmax_sink": softmax_sink,
+        "camera_conv_past": camera_conv_past,
+        "camera_rescale": camera_rescale,
+        "softmax_scale": softmax_scale,
         "backend": backend,
         "attention": attention,
     }

@@ -13,7 +13,7 @@ ORDER = (
     "checks", "chunks", "rollout_state", "needs_diffusers", "kernels.types", "kernels.products", "kernels.naive",
     "kernels.temporal_conv", "kernels.plain", "kernels.triton", "kernels.backends", "kernels.flash4", "functional",
     "agreement", "handshake", "parallel", "scan", "ops", "primitive", "gdn", "layer", "hosts", "parallelize", "swap",
-    "camera", "rollout_call", "pipeline", "decoding",
+    "pipeline", "camera", "decoding",
 )  # fmt: skip
 
 #: What is written from the package, and what each of these imports of the others.
@@ -24,8 +24,7 @@ MOST_LINES, MOST_ARGUMENTS = 650, 12
 #: Signatures that others fix: the public function of the mathematics and its oracle, the forwards of diffusers'
 #: models, a model's configuration.
 LONG_SIGNATURES = {
-    "gdn.bidirectional_gdn", "kernels.naive.naive_bidirectional_gdn", "hosts.sana_wm.model.*.forward",
-    "pipeline.FrameGDNRolloutPipeline.__call__", "pipeline.FrameGDNRolloutPipeline.stream",
+    "gdn.bidirectional_gdn", "swap.swap", "kernels.naive.naive_bidirectional_gdn", "hosts.sana_wm.model.*.forward",
     "video_dit.VideoDiT.__init__", "video_dit.VideoDiT.forward",
 }  # fmt: skip
 

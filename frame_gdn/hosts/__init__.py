@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from .. import checks
-from ..chunks import ChunkGrid
+from ..chunks import ChunkGrid, SoftmaxWindow
 from ..functional import ATTENTIONS
 from ..kernels.backends import BACKENDS
 from ..parallel import FrameSharded
@@ -37,8 +37,18 @@ HOSTS = {
 #: The entries of a model's configuration, and the options of `swap`, that make its grid of chunks.
 GRID_ENTRIES = ("chunk_frames", "first_chunk_frames", "merge_tail")
 
+#: Those that make its window of softmax attention.
+WINDOW_ENTRIES = ("softmax_window", "softmax_sink")
+
+#: Those in which NVlabs' streaming code and diffusers read SANA-WM differently; their defaults are diffusers' reading.
+READINGS = ("camera_conv_past", "camera_rescale", "softmax_scale")
+
 #: Entry of a model's configuration -> the option of `swap` that it holds. (`frame_gdn.hosts.configuration` says more.)
-CONFIG_ENTRIES = {"gdn_blocks": "blocks", "start_scale": "start_scale", **{name: name for name in GRID_ENTRIES}}
+CONFIG_ENTRIES = {
+    "gdn_blocks": "blocks",
+    "start_scale": "start_scale",
+    **{name: name for name in (*GRID_ENTRIES, *WINDOW_ENTRIES, *READINGS)},
+}
 
 #: The entry in which earlier versions kept all options of SanaVideo and Wan; it is read, and replaced by the others.
 EARLIER_ENTRY = "frame_gdn"
@@ -53,6 +63,11 @@ class SwapOptions:
     chunk_frames: int | None = None
     first_chunk_frames: int | None = None
     merge_tail: bool = False
+    softmax_window: int | None = None
+    softmax_sink: bool = False
+    camera_conv_past: bool = True
+    camera_rescale: bool = True
+    softmax_scale: float | None = None
     backend: str = "auto"
     attention: str = "auto"
 
@@ -60,7 +75,10 @@ class SwapOptions:
         if self.blocks is not None:
             checks.integers("blocks", self.blocks, 0)
         checks.number("start_scale", self.start_scale, 0, above=True, optional=True)
-        ChunkGrid(self.chunk_frames, self.first_chunk_frames, self.merge_tail)
+        self.window.check(self.grid)
+        checks.flag("camera_conv_past", self.camera_conv_past)
+        checks.flag("camera_rescale", self.camera_rescale)
+        checks.number("softmax_scale", self.softmax_scale, 0, above=True, optional=True)
         checks.choice("backend", self.backend, BACKENDS)
         checks.choice("attention", self.attention, ATTENTIONS)
 
@@ -68,6 +86,22 @@ class SwapOptions:
     def grid(self) -> ChunkGrid:
         """The grid of chunks."""
         return ChunkGrid(self.chunk_frames, self.first_chunk_frames, self.merge_tail)
+
+    @property
+    def window(self) -> SoftmaxWindow:
+        """The window of softmax attention."""
+        return SoftmaxWindow(self.softmax_window, self.softmax_sink)
+
+    @property
+    def of_sites(self) -> dict[str, Any]:
+        """What every replacement is told, as attributes of its own."""
+        return {name: getattr(self, name) for name in ("backend", "attention", "grid", "window", *READINGS)}
+
+    def refuse(self, names: Sequence[str], model: nn.Module) -> None:
+        """ValueError for an option of these that is not at its default: the model has nothing that it would change."""
+        for name in names:
+            if getattr(self, name) != getattr(SwapOptions, name):
+                raise ValueError(f"{name} {getattr(self, name)!r} changes nothing in a {type(model).__name__}")
 
     def chosen(self, total: int) -> list[int]:
         """The indices of the chosen blocks out of `total`, all where none were named; ValueError outside the range."""
@@ -88,14 +122,19 @@ class Swapped(FrameSharded):
     Attributes:
         added: names of what a replacement adds to the instance (children, parameters, plain attributes): deleted when
             the host's class returns.
-        backend, attention: as in `swap`.
+        backend, attention, camera_conv_past, camera_rescale, softmax_scale: as in `swap`.
         grid: the grid of chunks.
+        window: the window of softmax attention.
     """
 
     added: ClassVar[tuple[str, ...]] = ()
     backend: str = "auto"
     attention: str = "auto"
     grid: ChunkGrid = ChunkGrid()
+    window: SoftmaxWindow = SoftmaxWindow()
+    camera_conv_past: bool = True
+    camera_rescale: bool = True
+    softmax_scale: float | None = None
 
     if TYPE_CHECKING:  # its children are the host's, whose types nobody stated
 
@@ -129,7 +168,7 @@ class Swapped(FrameSharded):
         for name in self.added:
             if hasattr(self, name):
                 delattr(self, name)
-        for name in ("group", "backend", "attention", "grid"):
+        for name in ("group", "backend", "attention", "grid", "window", *READINGS):
             self.__dict__.pop(name, None)
         after = set(self.state_dict())
         self.__class__ = self.host_class()  # type: ignore[assignment]

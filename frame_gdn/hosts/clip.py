@@ -12,18 +12,20 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.attention_dispatch import (
     AttentionBackendName,
     _AttentionBackendRegistry,
     dispatch_attention_fn,
 )
-from einops import repeat
+from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .. import functional, parallel
 from ..agreement import Call, described
-from ..chunks import ChunkEnds, ChunkGrid
+from ..chunks import ChunkEnds, ChunkGrid, KeyFrames, SoftmaxWindow, frames_at
+from ..rollout_state import RolloutState
 from . import Swapped
 
 
@@ -37,6 +39,9 @@ class Span:
         call: what the ranks of a group compare the messages of this call by.
         mask: (B, T_local) bool, the frames here that are not padding; `clip_mask` (B, T) those of all ranks. None: all
             are.
+        past: frames of the clip in earlier calls.
+        keys: where the keys of softmax attention lie; None: those of this call, without a window.
+        active: the frames of this call after which a state is asked for; None where none is.
     """
 
     counts: list[int]
@@ -46,11 +51,24 @@ class Span:
     call: Call | None = field(default=None, kw_only=True)
     mask: Tensor | None = field(default=None, kw_only=True)
     clip_mask: Tensor | None = field(default=None, kw_only=True)
+    past: int = field(default=0, kw_only=True)
+    keys: KeyFrames | None = field(default=None, kw_only=True)
+    active: int | None = field(default=None, kw_only=True)
+
+    @property
+    def first_frame(self) -> int:
+        """The clip's number of the first frame here."""
+        return self.past + self.start
 
     @property
     def is_plain(self) -> bool:
         """All frames are here and see one another: what the host does by itself is right."""
         return self.grid.chunk_frames is None and len(self.counts) == 1
+
+    @property
+    def key_frames(self) -> KeyFrames:
+        """Where the keys of softmax attention lie."""
+        return self.keys or KeyFrames(self.grid or ChunkGrid(), SoftmaxWindow(), sum(self.counts))
 
     def horizons(self) -> Iterator[tuple[int, int, int]]:
         """(first, last, end): of the frames here, first ... last - 1 attend to frames 0 ... end - 1 of the clip."""
@@ -92,18 +110,24 @@ def locate(
     frames: int,
     facts: Mapping[str, object] | None = None,
     frame_valid_mask: Tensor | None = None,
+    *,
+    grid: ChunkGrid | None = None,
+    state: RolloutState | None = None,
+    output_state: bool = False,
 ) -> Span:
     """The span of a call of `site` in which this rank holds so many frames; x's first dimension is the batch.
 
     One tiny exchange under a group. `facts`, by name, are what all ranks must have alike beside what is seen here.
-    Raises ValueError, on all ranks alike, for ranks that disagree or have no frame, and for a mask that is not one of
-    0/1 a frame.
+    `grid` is that of the site unless a state is continued.
+    Raises ValueError, on all ranks alike, for ranks that disagree or have no frame, for a mask that is not one of 0/1
+    a frame, and for a state asked for after active frames that are no prefix, the same in every sample.
     """
+    grid = site.grid if grid is None else grid
     with parallel.checked(site.group, due=True):
         mask = None if frame_valid_mask is None else as_bool(frame_valid_mask, x.shape[0], frames).to(x.device)
     seen = {
         "B": x.shape[0], "dtype": x.dtype, "frame_valid_mask": described(mask, 1),
-        **site.grid.facts, "backend": site.backend, "attention": site.attention,
+        **grid.facts, "backend": site.backend, "attention": site.attention, "output_state": output_state,
     }  # fmt: skip
     call = Call(type(site).__name__, {**(facts or {}), **seen}, frames)
     counts, _, call = parallel.agree(call, site.group, None, positions=True, check=False)
@@ -113,7 +137,27 @@ def locate(
     rank, _ = parallel.rank_and_size(site.group)
     brief = call.brief() if len(counts) > 1 else None
     clip_mask = None if mask is None else parallel.gather_frames(mask, site.group, counts, brief)
-    return Span(counts, sum(counts[:rank]), frames, site.grid, call=brief, mask=mask, clip_mask=clip_mask)
+    past, chunks, kept = (0, 0, ()) if state is None else (state.frames, state.chunks, state.kept)
+    active = None
+    if output_state:
+        active = sum(counts) if clip_mask is None else count_active(clip_mask)
+    return Span(
+        counts, sum(counts[:rank]), frames, grid,
+        call=brief, mask=mask, clip_mask=clip_mask, active=active,
+        past=past, keys=KeyFrames(grid, site.window, sum(counts), chunks, kept),
+    )  # fmt: skip
+
+
+def count_active(clip_mask: Tensor) -> int:
+    """The active frames of a whole clip (B, T); ValueError unless they are one prefix, the same in every sample."""
+    active = int(clip_mask[0].sum())
+    prefix = torch.arange(clip_mask.shape[1], device=clip_mask.device) < active
+    if not torch.equal(clip_mask, prefix.expand_as(clip_mask)):
+        raise ValueError(
+            "a state was asked for: frame_valid_mask must hold 1 for the same first frames of every sample and 0 "
+            f"after them, got {clip_mask.int().tolist()}"
+        )
+    return active
 
 
 def as_bool(mask: Tensor, batch: int, frames: int) -> Tensor:
@@ -237,40 +281,49 @@ def softmax(
     return functional.attention(q, k, v, mask=mask, scale=scale, kernel=attention, sdpa=sdpa)
 
 
-def attend(
+def gathered(k: Tensor, v: Tensor, clip: Span, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Keys and values (B, N_local, H, D) of the frames here -> those of all ranks."""
+    if len(clip.counts) == 1:
+        return k, v
+    kv = rearrange(torch.stack([k, v]), "two b (t s) h d -> b t two s h d", t=clip.frames)
+    kv = parallel.gather_frames(kv, group, clip.counts, clip.call)
+    k, v = rearrange(kv, "b t two s h d -> two b (t s) h d")
+    return k, v
+
+
+def attend_to(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     clip: Span,
-    group: ProcessGroup | None,
     *,
     allowed: Tensor | None = None,
     scale: float | None = None,
     attention: str = "auto",
     backend: Any = None,
 ) -> Tensor:
-    """Softmax attention of the frames here, q, k, v (B, N_local, H, D), to those of the clip that they may see.
+    """Softmax attention of the frames here, q (B, N_local, H, D), to the keys of the past and of all
+    ranks, k and v (B, M, H, D), that they may see.
 
     allowed (B, T) bool: the clip's frames whose keys count; a sample with none of them gets finite nonsense.
     """
     tokens = q.shape[1] // clip.frames
-    if len(clip.counts) > 1:
-        kv = torch.stack([k, v], 2).unflatten(1, (clip.frames, tokens))
-        k, v = parallel.gather_frames(kv, group, clip.counts, clip.call).flatten(1, 2).unbind(2)
-    mask = None
+    keys = clip.key_frames
+    k, v = (rearrange(t, "b (t s) h d -> b t s h d", s=tokens) for t in (k, v))
     if allowed is not None:
-        allowed = allowed | ~allowed.any(1, keepdim=True)
-        mask = allowed.repeat_interleave(tokens, 1, output_size=k.shape[1])[:, None, None]
-    out = [
-        softmax(
-            q[:, first * tokens : last * tokens],
-            k[:, : end * tokens],
-            v[:, : end * tokens],
-            mask=None if mask is None else mask[..., : end * tokens],
-            scale=scale,
-            attention=attention,
-            backend=backend,
-        )
-        for first, last, end in clip.horizons()
-    ]
+        allowed = F.pad(allowed, (keys.past, 0), value=True)
+    out = []
+    for first, last, runs in keys.seen(clip.start, clip.start + clip.frames):
+        mask = None
+        if allowed is not None:
+            some = frames_at(allowed, runs)
+            mask = repeat(some | ~some.any(1, keepdim=True), "b t -> b 1 1 (t s)", s=tokens)
+        seen = (frames_at(t, runs).flatten(1, 2) for t in (k, v))
+        queries = q[:, first * tokens : last * tokens]
+        out.append(softmax(queries, *seen, mask=mask, scale=scale, attention=attention, backend=backend))
     return out[0] if len(out) == 1 else torch.cat(out, 1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, clip: Span, group: ProcessGroup | None, **options: Any) -> Tensor:
+    """`attend_to` the frames of all ranks: q, k, v (B, N_local, H, D) of the frames here; options as there."""
+    return attend_to(q, *gathered(k, v, clip, group), clip, **options)

@@ -28,7 +28,8 @@ class ConfiguredModel(Swapped):
     def to_json_string(self) -> str:
         """The configuration as it is saved: without options at their default, of which a stock class would warn."""
         saved = json.loads(super().to_json_string())  # type: ignore[misc]
-        kept = {key: value for key, value in saved.items() if value not in (None, False) or key not in CONFIG_ENTRIES}
+        default = {entry: getattr(SwapOptions, option) for entry, option in CONFIG_ENTRIES.items()}
+        kept = {key: value for key, value in saved.items() if key not in default or value != default[key]}
         return json.dumps(kept, indent=2, sort_keys=True) + "\n"
 
     def release(self) -> list[str]:

@@ -1,7 +1,7 @@
 """What Wan and SanaVideo share: GDN on the projections and norms of a host that has no gates."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,9 +14,11 @@ from torch.nn.utils import skip_init
 from .. import checks, functional, parallel
 from ..gdn import bidirectional_gdn
 from ..kernels.types import accumulation_dtype
+from ..rollout_state import RolloutState
 from . import GRID_ENTRIES, SwapOptions, Swapped, refuse_hooks
 from .clip import Span, as_values, facts_of, locate, pairs, rotary_tables
 from .configuration import ConfiguredModel, write
+from .rollout import Carried, begin, scan_options
 
 #: What a frame forgets of the state at the start, 1 - g: so little that a clip's first and last frame weigh the same.
 START_FORGETTING = 1e-4
@@ -86,18 +88,27 @@ class GatedAttention(Swapped):
         q, k, v = (rearrange(t, "b n (h d) -> b n h d", h=self.heads) for t in (q, k, v))
         return q, k, v
 
-    def gdn(self, x: Tensor, rotary_emb: tuple[Tensor, Tensor], clip: Span) -> Tensor:
+    def state_shapes(self, batch: int, tokens: int, kept: int) -> dict[str, tuple[int, ...]]:
+        """By name, the shapes of what a rollout carries here, for `kept` frames of keys and values."""
+        D = self.to_q.out_features // self.heads
+        if self.has_gates:
+            return {"attn.S": (batch, self.heads, D, D), "attn.z": (batch, self.heads, D)}
+        return dict.fromkeys(("attn.keys", "attn.values"), (batch, kept, tokens, self.heads, D))
+
+    def gdn(self, x: Tensor, rotary_emb: tuple[Tensor, Tensor], clip: Span, carried: Carried | None = None) -> Tensor:
         """(B, N_local, C) after the host's modulation -> (B, N_local, C) before `to_out`."""
         q, k, v = self.project(x)
         key_scale = self.start_scale * (k.shape[-1] * (x.shape[1] // clip.frames)) ** -0.5
         q, k, v = as_values(F.relu(q), F.relu(k) * key_scale, v)
         gate = self.gate_proj(reduce(x, "b (t s) c -> b t c", "mean", t=clip.frames))
         decay = functional.decay(gate, self.A_log, self.dt_bias)
-        out, _ = bidirectional_gdn(
+        out, state = bidirectional_gdn(
             q, k, v, self.beta_proj(x).sigmoid(), decay,
-            rotary=pairs(rotary_emb), **clip.grid.facts,
+            rotary=pairs(rotary_emb), **clip.grid.facts, **scan_options(carried, clip, "attn"),
             group=self.group, frames_per_rank=clip.counts, backend=self.backend,
         )  # fmt: skip
+        if carried is not None and clip.active is not None:
+            carried.keep_gdn_state("attn", state)
         return rearrange(out, "b n h d -> b n (h d)")
 
 
@@ -108,13 +119,18 @@ class GatedModel(ConfiguredModel):
         raise ValueError("a swapped model is sharded by frames: frame_gdn.parallelize(model, group)")
 
     def locate(
-        self, hidden_states: Tensor, timestep: Tensor, arguments: Mapping[str, object]
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        arguments: Mapping[str, object],
+        state: RolloutState | None,
+        output_state: bool,
     ) -> tuple[Span, tuple[int, ...], tuple[Tensor, Tensor]]:
         """Where the call's frames are in the clip, its size (T_local, h, w) in patches, and `rotary_emb` of it.
 
         One tiny exchange under a group. Of `timestep`, which may have a rank's own frames or tokens, ranks must have
         the number of dimensions alike. Raises ValueError, on all ranks alike, for ranks that disagree or have no
-        frame, and for a T that is no multiple of the patches' length.
+        frame, for a T that is no multiple of the patches' length, and for a state that does not fit.
         """
         with parallel.checked(self.group, due=True):
             checks.tensor("hidden_states", hidden_states, ("B", "C", "T", "h", "w"))
@@ -126,21 +142,28 @@ class GatedModel(ConfiguredModel):
             size = tuple(n // p for n, p in zip(hidden_states.shape[2:], patch, strict=True))
             said = {"hidden_states": hidden_states, **arguments, "timestep dimensions": timestep.dim()}
             facts = facts_of(self, {"hidden_states": 2}, said)
-        clip = locate(self, hidden_states, size[0], facts)
+            grid = begin(self, state, output_state, hidden_states, size)
+        clip = locate(self, hidden_states, size[0], facts, grid=grid, state=state, output_state=output_state)
         head_dim = self.config.attention_head_dim
-        return clip, size, rotary_tables(head_dim, clip.start, size, hidden_states.device)
+        return clip, size, rotary_tables(head_dim, clip.first_frame, size, hidden_states.device)
 
 
 def open_gates(
-    model: nn.Module, attentions: Mapping[int, nn.Module], options: SwapOptions, start_scale: float
+    model: nn.Module,
+    attentions: Mapping[int, nn.Module],
+    options: SwapOptions,
+    start_scale: float,
+    others: Sequence[str] = (),
 ) -> None:
     """Give gates to the attentions (by number of their block), and note it in the model's configuration.
 
     Args:
         start_scale: what stands for None in the options.
+        others: names of options that the configuration holds beside `ENTRIES`.
     """
     start_scale = start_scale if options.start_scale is None else options.start_scale
     for attention in attentions.values():
         assert isinstance(attention, GatedAttention)
         attention.add_gates(start_scale)
-    write(model, {"gdn_blocks": sorted(attentions), "start_scale": start_scale, **options.grid.facts})
+    entries = {"gdn_blocks": sorted(attentions), "start_scale": start_scale, **options.grid.facts}
+    write(model, {**entries, **{name: getattr(options, name) for name in others}})

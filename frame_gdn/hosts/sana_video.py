@@ -8,12 +8,12 @@ Source of the formulas: `transformer_sana_video.py` of diffusers.
 
 from .. import needs_diffusers as needs_diffusers  # isort: skip
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention as _Attention
-from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.modeling_utils import ModelMixin as ModelMixin  # a pipeline that loads looks for it here
 from diffusers.models.transformers import transformer_sana_video as host
 from diffusers.utils import apply_lora_scale
@@ -22,12 +22,14 @@ from torch import Tensor, nn
 
 from .. import functional, parallel
 from ..kernels.types import accumulation_dtype
-from . import SwapOptions, Swapped, adopt
+from ..rollout_state import RolloutState
+from . import READINGS, WINDOW_ENTRIES, SwapOptions, Swapped, adopt
 from .clip import Span, call_block, pairs
 from .configuration import present as present  # one of the host's three functions
 from .configuration import swapping_init
 from .feed_forward import Conv2d, Frames, free_convolutions
 from .gates import ENTRIES, GatedAttention, GatedModel, open_gates
+from .rollout import Carried, end, output
 
 #: What the key scale is multiplied by unless `swap` is told otherwise: benchmarks/results/sana_video_start.json.
 START_SCALE = 0.1
@@ -42,12 +44,8 @@ def replace(model: nn.Module, options: SwapOptions) -> None:
     chosen = {*options.chosen(len(blocks)), *(i for i, block in enumerate(blocks) if hasattr(block.attn1, "A_log"))}
     if options.chunk_frames is not None and len(chosen) < len(blocks):
         raise ValueError("chunk_frames needs all blocks swapped: linear attention sees the whole clip")
-    adopt(
-        [(model, SanaVideoTransformer3DModel), *_sites(model)],
-        backend=options.backend,
-        attention=options.attention,
-        grid=options.grid,
-    )
+    options.refuse((*WINDOW_ENTRIES, *READINGS), model)
+    adopt([(model, SanaVideoTransformer3DModel), *_sites(model)], **options.of_sites)
     open_gates(model, {index: blocks[index].attn1 for index in chosen}, options, START_SCALE)
 
 
@@ -80,10 +78,11 @@ class Attention(GatedAttention, _Attention):
         *,
         rotary_emb: tuple[Tensor, Tensor],
         clip: Span,
+        carried: Carried | None = None,
     ) -> Tensor:
-        """(B, N_local, C) -> (B, N_local, C)"""
+        """(B, N_local, C) -> (B, N_local, C); `carried`: what a rollout carries."""
         if self.has_gates:
-            out = self.gdn(hidden_states, rotary_emb, clip)
+            out = self.gdn(hidden_states, rotary_emb, clip, carried)
         elif clip.is_plain:
             return super().forward(hidden_states, rotary_emb=rotary_emb)
         else:
@@ -112,10 +111,10 @@ class GLUMBTempConv(Swapped, host.GLUMBTempConv):
     On Triton, what lies between its matrix products is one kernel.
     """
 
-    def forward(self, hidden_states: Tensor, clip: Span) -> Tensor:
-        """(B, T_local, h, w, C) -> the same shape"""
+    def forward(self, hidden_states: Tensor, clip: Span, carried: Carried | None = None) -> Tensor:
+        """(B, T_local, h, w, C) -> the same shape; `carried`: what a rollout carries."""
         fused = self._can_fuse(hidden_states)
-        if clip.is_plain and not fused:
+        if clip.is_plain and carried is None and not fused:
             return super().forward(hidden_states)
         images = rearrange(hidden_states, "b t h w c -> (b t) c h w")
         if fused:
@@ -125,6 +124,11 @@ class GLUMBTempConv(Swapped, host.GLUMBTempConv):
             product = value * self.nonlinearity(gate)
         x = rearrange(self.conv_point(product), "(b t) c h w -> b t (h w) c", t=clip.frames)
         past = future = None
+        if carried is not None:
+            past = carried.past.get("ff.tail")
+            past = None if past is None else past.to(x.dtype)
+            if clip.active is not None:
+                carried.keep_tail("ff.tail", x, 1, clip, self.group)
         if len(clip.counts) > 1:
             past, future = parallel.halo(x, 1, 1, self.group, clip.counts, clip.call)
         if type(self.conv_temp) is Conv2d:
@@ -148,8 +152,8 @@ class GLUMBTempConv(Swapped, host.GLUMBTempConv):
         before, after = (x.new_zeros(x[:, :1].shape) if t is None else t for t in (past, future))
         around = rearrange(torch.cat([before, x, after], 1), "b t s c -> b c t s")  # frame t is at t - start + 1
         out = []
-        for first, last, end in clip.horizons():
-            sees_next = end > clip.start + last  # the chunk goes on in the next shard
+        for first, last, stop in clip.horizons():
+            sees_next = stop > clip.start + last  # the chunk goes on in the next shard
             out.append(self.conv_temp(around[:, :, first : last + 1 + sees_next])[:, :, 1 : last - first + 1])
         return rearrange(torch.cat(out, 2), "b c t s -> b t s c")
 
@@ -169,19 +173,26 @@ class SanaVideoTransformerBlock(Swapped, host.SanaVideoTransformerBlock):
         width: int,
         rotary_emb: tuple[Tensor, Tensor],
         clip: Span,
-    ) -> Tensor:
-        """As in the host."""
+        state: Mapping[str, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """As in the host; and the block's part of the new state too where `clip` asks for one.
+
+        Args:
+            state: the block's part of the state that is continued.
+        """
+        carried = None if state is None and clip.active is None else Carried(state or {})
         modulation = self.scale_shift_table[None, None] + timestep.unflatten(-1, (6, -1))
         shift, scale, gate, ff_shift, ff_scale, ff_gate = modulation.unbind(2)
 
         x = hidden_states
         h = (self.norm1(x) * (1 + scale) + shift).to(x.dtype)
-        x = x + gate * self.attn1(h, rotary_emb=rotary_emb, clip=clip)
+        x = x + gate * self.attn1(h, rotary_emb=rotary_emb, clip=clip, carried=carried)
         if self.attn2 is not None:
             x = self.attn2(x, encoder_hidden_states=encoder_hidden_states, attention_mask=encoder_attention_mask) + x
         h = self.norm2(x) * (1 + ff_scale) + ff_shift
-        h = self.ff(h.unflatten(1, (frames, height, width)), clip=clip)
-        return x + ff_gate * h.flatten(1, 3)
+        h = self.ff(h.unflatten(1, (frames, height, width)), clip=clip, carried=carried)
+        x = x + ff_gate * h.flatten(1, 3)
+        return x if carried is None or clip.active is None else (x, carried.new)
 
 
 class SanaVideoTransformer3DModel(GatedModel, host.SanaVideoTransformer3DModel):
@@ -211,13 +222,26 @@ class SanaVideoTransformer3DModel(GatedModel, host.SanaVideoTransformer3DModel):
         attention_kwargs: dict[str, Any] | None = None,
         controlnet_block_samples: tuple[Tensor] | None = None,
         return_dict: bool = True,
+        state: RolloutState | None = None,
+        output_state: bool = False,
     ) -> Any:
-        """As in the host. Under a group, `hidden_states`, and `timestep` where it has frames, hold this rank's own."""
+        """As in the host. Under a group, `hidden_states`, and `timestep` where it has frames, hold this rank's own.
+
+        Args:
+            state: continue from here. The call's first frame is then the first of a chunk; the state is left as it is.
+            output_state: return the state after the last frame too, the same on all ranks, as `.state` or as the
+                second of a tuple.
+
+        Raises:
+            ValueError: a state that does not fit the model and the call, one given under a group, one that stands
+                inside a chunk, or a short tail that continues it alone with merge_tail; a state asked for where blocks
+                are not swapped.
+        """
         others = {
             "encoder_hidden_states": encoder_hidden_states, "encoder_attention_mask": encoder_attention_mask,
             "guidance": guidance, "controlnet_block_samples": controlnet_block_samples,
         }  # fmt: skip
-        clip, size, rotary_emb = self.locate(hidden_states, timestep, others)
+        clip, size, rotary_emb = self.locate(hidden_states, timestep, others, state, output_state)
         attention_mask, encoder_attention_mask = (
             (1 - mask.to(hidden_states.dtype))[:, None] * -10000.0 if mask is not None and mask.dim() == 2 else mask
             for mask in (attention_mask, encoder_attention_mask)
@@ -232,10 +256,16 @@ class SanaVideoTransformer3DModel(GatedModel, host.SanaVideoTransformer3DModel):
         text = self.caption_norm(text.view(batch, -1, x.shape[-1]))
 
         residuals = () if controlnet_block_samples is None else controlnet_block_samples
+        states = []
         for index, block in enumerate(self.transformer_blocks):
+            block_state = None if state is None else state.blocks[index]
             x = call_block(
-                self, block, x, attention_mask, text, encoder_attention_mask, modulation, *size, rotary_emb, clip
-            )
+                self, block, x, attention_mask, text, encoder_attention_mask, modulation, *size, rotary_emb, clip,
+                block_state,
+            )  # fmt: skip
+            if output_state:
+                x, block_state = x
+                states.append(block_state)
             if 0 < index <= len(residuals):
                 x = x + residuals[index - 1]
 
@@ -244,4 +274,15 @@ class SanaVideoTransformer3DModel(GatedModel, host.SanaVideoTransformer3DModel):
         sample = rearrange(
             x, "b (t h w) (p q r c) -> b c (t p) (h q) (w r)", t=frames, h=height, w=width, p=p, q=q, r=r
         )
-        return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+        new_state = end(self, states, clip) if output_state else None
+        return output(sample, new_state, return_dict)
+
+    def state_shapes(self, batch: int, tokens: int, kept: int) -> list[dict[str, tuple[int, ...]]]:
+        """By block, the shapes of what a rollout carries; ValueError where blocks are not swapped, whose linear
+        attention sums over all tokens."""
+        blocks: Any = self.transformer_blocks
+        stock = [index for index, block in enumerate(blocks) if not block.attn1.has_gates]
+        if stock:
+            raise ValueError(f"a state needs all blocks swapped (blocks=None): blocks {stock} are diffusers' own")
+        tail = {"ff.tail": (batch, 1, tokens, self.config.num_attention_heads * self.config.attention_head_dim)}
+        return [{**block.attn1.state_shapes(batch, tokens, kept), **tail} for block in blocks]

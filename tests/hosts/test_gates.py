@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from frame_gdn import swap, unswap
 from frame_gdn.chunks import ChunkGrid
-from frame_gdn.hosts import CONFIG_ENTRIES
 from frame_gdn.hosts.clip import Span, rotary_tables
-from frame_gdn.hosts.gates import START_FORGETTING
+from frame_gdn.hosts.gates import ENTRIES, START_FORGETTING
 from frame_gdn.kernels.naive import naive_bidirectional_gdn
 from tests.helpers import assert_every_gradient_says_something, fill_randomly, relative_error
 from tests.hosts.warm_start import GATES, SWAPPED, blocks_of, frames_of, tiny_inputs, tiny_model
@@ -37,7 +36,7 @@ def sample(model: Any, inputs: dict[str, Tensor] | None = None) -> Tensor:
 
 
 def noted(model: Any) -> dict[str, Any]:
-    return {entry: model.config[entry] for entry in CONFIG_ENTRIES}
+    return {entry: model.config[entry] for entry in ENTRIES}
 
 
 def added_keys(host: str, blocks: list[int]) -> set[str]:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ... import functional
 from ...gdn import bidirectional_gdn
 from .. import Swapped, sana_wm
-from ..clip import Span, as_values, attend, locate
+from ..clip import Span, as_values, attend_to, locate
+from ..rollout import Carried, scan_options, seen_keys
 from .modules import RMSNorm
 from .rays import into_rays, out_of_rays
 
@@ -35,15 +36,18 @@ class _Attention(Swapped):
         frame_valid_mask: Tensor | None = None,
         ucpe_ray_transforms: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None,
         clip: Span | None = None,
+        carried: Carried | None = None,
     ) -> Tensor:
-        """(B, N, C) -> (B, N, C); arguments as in the host, and `clip`, which tells what `frame_valid_mask` does."""
+        """(B, N, C) -> (B, N, C); arguments as in the host, and `clip`, which tells what `frame_valid_mask` does, and
+        `carried`, what a rollout carries."""
         if HW is None:
             raise ValueError("HW (T, H, W) must be provided")
         if clip is None:
             clip = locate(self, x, HW[0], frame_valid_mask=frame_valid_mask)
         seen = clip.select(x)
         gates = self._gates(x, clip)
-        out = self._main(self._qkv(self.qkv(seen).chunk(3, -1), "", clip), gates, rotary_emb, clip)
+        qkv = self._qkv(self.qkv(seen).chunk(3, -1), "", clip, carried)
+        out = self._main(qkv, gates, rotary_emb, clip, carried)
         if camera_conditions is not None:
             rays = ucpe_ray_transforms
             if rays is None:
@@ -51,7 +55,7 @@ class _Attention(Swapped):
                     self.cam_head_dim, camera_conditions, HW, self.patch_size, rotary_emb
                 )
             projected = self.q_proj_cam(seen), self.k_proj_cam(seen), self.v_proj_cam(seen)
-            cam = self._camera(self._qkv(projected, "_cam", clip), gates, rays, clip)
+            cam = self._camera(self._qkv(projected, "_cam", clip, carried), gates, rays, clip, carried)
             out = out + self.out_proj_cam(cam.flatten(2)).view(out.shape)
         out = out.flatten(2)
         if self.output_gate is not None:
@@ -59,19 +63,44 @@ class _Attention(Swapped):
         projection: Tensor = self.proj(out.to(x.dtype))
         return projection
 
-    def _qkv(self, projected: Sequence[Tensor], branch: str, clip: Span) -> list[Tensor]:
+    def _qkv(self, projected: Sequence[Tensor], branch: str, clip: Span, carried: Carried | None) -> list[Tensor]:
         """Queries, keys and values (B, N, H, D) of a branch, "" or "_cam": convolution, norm, feature map."""
         result = []
         for name, t in zip("qkv", projected, strict=True):
             t = clip.select(t)
             convolution = getattr(self, f"conv_{name}{branch}", None)
             if convolution is not None:
-                t = convolution(t, clip.frames, clip)
+                t = self._convolved(convolution, t, tail_name(name, branch), clip, carried)
             if name != "v":
                 scale = (t.shape[-1] // self.heads * (t.shape[1] // clip.frames)) ** -0.5 if name == "k" else 1.0
                 t = self._features(t, getattr(self, f"{name}_norm{branch}"), scale)
             result.append(rearrange(t, "b n (h d) -> b n h d", h=self.heads))
         return result
+
+    def _convolved(self, convolution: Any, x: Tensor, tail: str, clip: Span, carried: Carried | None) -> Tensor:
+        """The short convolution of x (B, N, C), whose past is the state's `tail`."""
+        if tail.startswith("cam.") and not self.camera_conv_past:
+            out: Tensor = convolution(x, clip.frames, clip, within_chunks=True)
+            return out
+        if carried is None:
+            out = convolution(x, clip.frames, clip)
+            return out
+        if clip.active is not None:
+            frames = rearrange(x, "b (t s) c -> b t s c", t=clip.frames)
+            carried.keep_tail(tail, frames, convolution.kernel_size - 1, clip, self.group)
+        out = convolution(x, clip.frames, clip, past=carried.past.get(tail))
+        return out
+
+    def state_shapes(self, batch: int, tokens: int, kept: int, camera: bool) -> dict[str, tuple[int, ...]]:
+        """By name, the shapes of what a rollout carries here, for `kept` frames of keys and values."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for branch in ("", "_cam") if camera and self.camera_conv_past else ("",):
+            for name in "qkv":
+                convolution = getattr(self, f"conv_{name}{branch}", None)
+                if convolution is not None:
+                    channels = convolution.weight.shape[0]
+                    shapes[tail_name(name, branch)] = batch, convolution.kernel_size - 1, tokens, channels
+        return shapes
 
     def _gates(self, x: Tensor, clip: Span) -> Any:
         return None
@@ -81,15 +110,25 @@ class _Attention(Swapped):
         out: Tensor = norm(x)
         return out
 
-    def _main(self, qkv: Sequence[Tensor], gates: Any, rotary_emb: Tensor | None, clip: Span) -> Tensor:
+    def _main(
+        self, qkv: Sequence[Tensor], gates: Any, rotary_emb: Tensor | None, clip: Span, carried: Carried | None
+    ) -> Tensor:
         raise NotImplementedError
 
-    def _camera(self, qkv: Sequence[Tensor], gates: Any, rays: Sequence[Any], clip: Span) -> Tensor:
+    def _camera(
+        self, qkv: Sequence[Tensor], gates: Any, rays: Sequence[Any], clip: Span, carried: Carried | None
+    ) -> Tensor:
         raise NotImplementedError
 
 
 class BidirectionalGDNUCPESinglePathLiteLA(_Attention, host.BidirectionalGDNUCPESinglePathLiteLA):
     """GDN of the main branch and, numerator only, of the camera branch, each as one `bidirectional_gdn`."""
+
+    def state_shapes(self, batch: int, tokens: int, kept: int, camera: bool) -> dict[str, tuple[int, ...]]:
+        D = self.qkv.in_features // self.heads
+        state, cam = (batch, self.heads, D, D), (batch, self.cam_heads, self.cam_head_dim, self.cam_head_dim)
+        shapes = {"attn.S": state, "attn.z": state[:3], **super().state_shapes(batch, tokens, kept, camera)}
+        return {**shapes, "cam.S": cam} if camera else shapes
 
     def _gates(self, x: Tensor, clip: Span) -> tuple[Tensor, Tensor]:
         """beta (B, N, H) and decay (B, T, H)"""
@@ -104,32 +143,40 @@ class BidirectionalGDNUCPESinglePathLiteLA(_Attention, host.BidirectionalGDNUCPE
             out = self.kernel_func(norm(x)) * scale
         return out
 
-    def _main(self, qkv: Sequence[Tensor], gates: Any, rotary_emb: Tensor | None, clip: Span) -> Tensor:
+    def _main(
+        self, qkv: Sequence[Tensor], gates: Any, rotary_emb: Tensor | None, clip: Span, carried: Carried | None
+    ) -> Tensor:
         q, k, v = as_values(*qkv)
-        options: dict[str, Any] = clip.grid.facts
+        options: dict[str, Any] = {**clip.grid.facts, **scan_options(carried, clip, "attn")}
         if rotary_emb is not None and rotary_emb.numel() == rotary_emb.shape[-1] * q.shape[1]:
             table = rotary_emb.reshape(q.shape[1], -1)
             options["rotary"] = (table.real.contiguous(), table.imag.contiguous())
         elif rotary_emb is not None:  # the caller's own tables, one a sample
             options |= {name: rotate(t, rotary_emb, self.backend) for name, t in (("q_rot", q), ("k_rot", k))}
-        out, _ = bidirectional_gdn(
+        out, state = bidirectional_gdn(
             q, k, v, *gates, **options,
             mask=clip.mask, eps=self.attn.eps,
             group=self.group, frames_per_rank=clip.counts, backend=self.backend,
         )  # fmt: skip
+        if carried is not None and clip.active is not None:
+            carried.keep_gdn_state("attn", state)
         return out
 
-    def _camera(self, qkv: Sequence[Tensor], gates: Any, rays: Sequence[Any], clip: Span) -> Tensor:
+    def _camera(
+        self, qkv: Sequence[Tensor], gates: Any, rays: Sequence[Any], clip: Span, carried: Carried | None
+    ) -> Tensor:
         beta, decay = gates
-        q_ray, k_ray, v_ray, inflation = into_rays(as_values(*qkv), rays, self.backend)
+        q_ray, k_ray, v_ray, inflation = into_rays(as_values(*qkv), rays, self.backend, self.camera_rescale)
         inflation = reduce(inflation, "b (t s) h -> b t 1 h", "mean", t=clip.frames)
         beta = rearrange(beta, "b (t s) h -> b t s h", t=clip.frames) / inflation.clamp_min(1.0)
         beta = rearrange(beta, "b t s h -> b (t s) h")
-        out, _ = bidirectional_gdn(
-            q_ray, k_ray, v_ray, beta, decay,
+        out, state = bidirectional_gdn(
+            q_ray, k_ray, v_ray, beta, decay, **scan_options(carried, clip, "cam"),
             mask=clip.mask, **clip.grid.facts, normalize=False,
             group=self.group, frames_per_rank=clip.counts, backend=self.backend,
         )  # fmt: skip
+        if carried is not None and clip.active is not None:
+            carried.keep_gdn_state("cam", state)
         return out_of_rays(out, rays, self.backend)
 
 
@@ -140,23 +187,42 @@ class _SoftmaxUCPESinglePathLiteLA(_Attention, host._SoftmaxUCPESinglePathLiteLA
     camera branch do not count; the camera's scale is that of the head dimension it pads to.
     """
 
-    def _main(self, qkv: Sequence[Tensor], gates: Any, rotary_emb: Tensor | None, clip: Span) -> Tensor:
+    def state_shapes(self, batch: int, tokens: int, kept: int, camera: bool) -> dict[str, tuple[int, ...]]:
+        main = batch, kept, tokens, self.heads, self.qkv.in_features // self.heads
+        cam = batch, kept, tokens, self.cam_heads, self.cam_head_dim
+        branches = {"attn": main, "cam": cam} if camera else {"attn": main}
+        return {f"{prefix}.{name}": shape for prefix, shape in branches.items() for name in ("keys", "values")}
+
+    def _main(
+        self, qkv: Sequence[Tensor], gates: Any, rotary_emb: Tensor | None, clip: Span, carried: Carried | None
+    ) -> Tensor:
         q, k, v = qkv
         if rotary_emb is not None:
             q, k = (rotate(t, rotary_emb, self.backend) for t in (q, k))
         dtype = sana_wm.HALF if q.dtype == torch.float32 else v.dtype
         q, k, v = (clip.select(t.flatten(2)).view(t.shape).to(dtype) for t in (q, k, v))
-        return attend(q, k, v, clip, self.group, attention=self.attention).to(qkv[2].dtype)
+        k, v = seen_keys(k, v, clip, self.group, carried, "attn")
+        out = attend_to(q, k, v, clip, scale=self.softmax_scale, attention=self.attention)
+        return out.to(qkv[2].dtype)
 
-    def _camera(self, qkv: Sequence[Tensor], gates: Any, rays: Sequence[Any], clip: Span) -> Tensor:
-        turned = into_rays(qkv, rays, self.backend)[:3]
+    def _camera(
+        self, qkv: Sequence[Tensor], gates: Any, rays: Sequence[Any], clip: Span, carried: Carried | None
+    ) -> Tensor:
+        turned = into_rays(qkv, rays, self.backend, self.camera_rescale)[:3]
         q, k, v = (clip.select(t.flatten(2)).view(t.shape).to(sana_wm.HALF) for t in turned)
         D = q.shape[-1]
         padded = D if D in (32, 64, 128, 256) or D > 256 else 128 if D <= 128 else 256
-        out = attend(q, k, v, clip, self.group, allowed=clip.clip_mask, scale=padded**-0.5, attention=self.attention)
+        scale = padded**-0.5 if self.softmax_scale is None else self.softmax_scale
+        k, v = seen_keys(k, v, clip, self.group, carried, "cam")
+        out = attend_to(q, k, v, clip, allowed=clip.clip_mask, scale=scale, attention=self.attention)
         if clip.mask is not None:
             out = clip.select(out.flatten(2)).view(out.shape)
         return out_of_rays(out.to(qkv[2].dtype), rays, self.backend)
+
+
+def tail_name(name: str, branch: str) -> str:
+    """In a state, the name of the tail of the short convolution of queries, keys or values, "q", "k" or "v"."""
+    return ("cam." if branch else "attn.") + ("conv_tail" if name == "k" else f"{name}_conv_tail")
 
 
 def rotate(x: Tensor, table: Tensor, backend: str) -> Tensor:

@@ -3,17 +3,18 @@
 Source of the formulas: `transformer_sana_wm.py` of diffusers 0.42, after NVlabs/Sana.
 """
 
-from itertools import groupby
 from typing import Any
 
 import torch
 from diffusers.models.transformers import transformer_sana_wm as host
+from einops import rearrange
 from torch import Tensor, nn
 
 from ... import functional, parallel
 from .. import Swapped
 from ..clip import Span, locate
 from ..feed_forward import Conv2d, free_convolutions
+from ..rollout import Carried
 
 
 class SanaWMConvLayer(Swapped, host.SanaWMConvLayer):
@@ -37,8 +38,14 @@ class GLUMBConvTemp(Swapped, host.GLUMBConvTemp):
     On Triton, what lies between its matrix products is one kernel.
     """
 
-    def forward(self, hidden_states: Tensor, HW: tuple[int, int, int], clip: Span | None = None) -> Tensor:
-        """(B, N, C) -> (B, N, C)"""
+    def forward(
+        self,
+        hidden_states: Tensor,
+        HW: tuple[int, int, int],
+        clip: Span | None = None,
+        carried: Carried | None = None,
+    ) -> Tensor:
+        """(B, N, C) -> (B, N, C); `carried`: what a rollout carries."""
         frames, height, width = HW
         clip = clip or locate(self, hidden_states, frames)
         images = hidden_states.reshape(-1, height, width, hidden_states.shape[-1]).permute(0, 3, 1, 2)
@@ -46,7 +53,10 @@ class GLUMBConvTemp(Swapped, host.GLUMBConvTemp):
         parts = [self._spatial(some, fused) for some in images.split(self._images_at_once(images, fused))]
         x = parts[0] if len(parts) == 1 else torch.cat(parts)
         x = x.flatten(2).unflatten(0, (-1, frames)).transpose(1, 2)  # (B, C, T, S)
-        x = x + self._temporal(x, clip)
+        past = None if carried is None else carried.past.get("ff.tail")
+        if carried is not None and clip.active is not None:
+            carried.keep_tail("ff.tail", rearrange(x, "b c t s -> b t s c"), self.reach, clip, self.group)
+        x = x + self._temporal(x, past, clip)
         return x.permute(0, 2, 3, 1).reshape(hidden_states.shape)
 
     def _can_fuse(self, images: Tensor) -> bool:
@@ -77,21 +87,38 @@ class GLUMBConvTemp(Swapped, host.GLUMBConvTemp):
         out: Tensor = self.point_conv(product)
         return out
 
-    def _temporal(self, x: Tensor, clip: Span) -> Tensor:
-        """`t_conv` of x (B, C, T, S), whose own padding is the zeros beyond the clip or the chunk."""
-        reach = self.t_conv.kernel_size[0] // 2
-        if clip.is_plain:
+    @property
+    def reach(self) -> int:
+        """How many frames the temporal convolution sees on either side."""
+        reach: int = self.t_conv.kernel_size[0] // 2
+        return reach
+
+    def state_shapes(self, batch: int, tokens: int, channels: int) -> dict[str, tuple[int, ...]]:
+        """By name, the shapes of what a rollout carries here."""
+        return {"ff.tail": (batch, self.reach, tokens, channels)}
+
+    def _temporal(self, x: Tensor, past: Tensor | None, clip: Span) -> Tensor:
+        """`t_conv` of x (B, C, T, S), whose own padding is the zeros beyond the clip or the chunk; past (B, R, S, C)
+        of an earlier call, or None."""
+        reach = self.reach
+        if clip.is_plain and past is None:
             out: Tensor = self.t_conv(x)
             return out
         left, right = parallel.halo(x.transpose(1, 2), reach, reach, self.group, clip.counts, clip.call)
+        if past is not None:
+            left = past.to(x.dtype).transpose(2, 3)
         left, right = left.transpose(1, 2), right.transpose(1, 2)
         around = torch.cat([left, x, right], 2)  # frame t at t + reach
         # A chunk with what it sees before it, and of the next shard, is one window. The windows of neighbours that are
         # alike lie in the batch; the zeros after a window are the convolution's own padding.
-        chunks = [(first, last - first, min(end - clip.start - last, reach)) for first, last, end in clip.horizons()]
+        alike: list[tuple[tuple[int, int], list[int]]] = []  # frames of a chunk and beyond it, first frames
+        for first, last, end in clip.horizons():
+            kind = last - first, min(end - clip.start - last, reach)
+            if not alike or alike[-1][0] != kind:
+                alike.append((kind, []))
+            alike[-1][1].append(first)
         parts = []
-        for (frames, beyond), alike in groupby(chunks, lambda chunk: chunk[1:]):
-            firsts = [first for first, _, _ in alike]
+        for (frames, beyond), firsts in alike:
             seen = around[:, :, firsts[0] : firsts[-1] + reach + frames + beyond]
             windows = seen.unfold(2, reach + frames + beyond, frames).permute(0, 2, 1, 4, 3)
             out = self.t_conv(windows.flatten(0, 1))[:, :, reach : reach + frames]

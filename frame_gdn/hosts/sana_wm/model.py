@@ -3,19 +3,20 @@
 Source of the formulas: `transformer_sana_wm.py` of diffusers 0.42, after NVlabs/Sana.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace as changed
 from typing import Any
 
 import torch
-from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers import transformer_sana_wm as host
 from torch import Tensor, nn
 
 from ... import checks, functional, parallel
-from .. import GRID_ENTRIES, SwapOptions, Swapped, adopt, configuration
+from ...rollout_state import RolloutState
+from .. import GRID_ENTRIES, READINGS, WINDOW_ENTRIES, SwapOptions, Swapped, adopt, configuration
 from ..clip import Span, call_block, facts_of, locate, rotary_angles
 from ..configuration import ConfiguredModel, swapping_init
+from ..rollout import Carried, begin, end, output
 from .attention import BidirectionalGDNUCPESinglePathLiteLA, _SoftmaxUCPESinglePathLiteLA
 from .feed_forward import GLUMBConvTemp, SanaWMConvLayer, convolutions
 from .modules import LayerNorm, RMSNorm, SanaWMPatchEmbed, SanaWMTemporalShortConvolution
@@ -56,8 +57,8 @@ def replace(model: nn.Module, options: SwapOptions) -> None:
         sites += [(m, REPLACEMENTS[type(m).__name__]) for m in blocks[index].modules() if _has_replacement(m)]
         if isinstance(blocks[index].mlp, host.GLUMBConvTemp):
             sites += convolutions(blocks[index].mlp)
-    adopt(sites, backend=options.backend, attention=options.attention, grid=options.grid)
-    configuration.write(model, options.grid.facts)
+    adopt(sites, **options.of_sites)
+    configuration.write(model, {name: getattr(options, name) for name in (*GRID_ENTRIES, *WINDOW_ENTRIES, *READINGS)})
 
 
 def cover(model: nn.Module) -> None:
@@ -91,9 +92,17 @@ class SanaVideoMSCamCtrlBlock(Swapped, host.SanaVideoMSCamCtrlBlock):
         frame_valid_mask: Tensor | None = None,
         chunk_size: int | None = None,
         clip: Span | None = None,
-    ) -> Tensor:
-        """x (B, N, C), y (B, 1, L, C), t (B, 1, T, 6 C) -> (B, N, C); arguments as in the host, and `clip`, which
-        tells what `frame_valid_mask` does."""
+        state: Mapping[str, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """x (B, N, C), y (B, 1, L, C), t (B, 1, T, 6 C) -> (B, N, C); arguments as in the host.
+
+        Args:
+            clip: tells what `frame_valid_mask` does.
+            state: the block's part of the state that is continued.
+
+        Returns:
+            the tokens, and the block's part of the new state too where `clip` asks for one.
+        """
         clip = locate(self, x, t.shape[2], frame_valid_mask=frame_valid_mask) if clip is None else clip.to(x.device)
         modulation = self.scale_shift_table + t.reshape(x.shape[0], clip.frames, 6, -1)
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.unbind(2)  # (B, T, C) each
@@ -105,16 +114,28 @@ class SanaVideoMSCamCtrlBlock(Swapped, host.SanaVideoMSCamCtrlBlock):
             "camera_conditions": camera_conditions,
             "ucpe_ray_transforms": ucpe_ray_transforms,
         }
+        carried = None if state is None and clip.active is None else Carried(state or {})
         if isinstance(self.attn, Swapped):
-            h = self.attn(h, HW=THW, **rotary_and_camera, clip=clip)
+            h = self.attn(h, HW=THW, **rotary_and_camera, clip=clip, carried=carried)
         else:
             h = self.attn(h, HW=THW, **rotary_and_camera, frame_valid_mask=clip.mask)
         given = plucker_emb is not None and hasattr(self, "plucker_proj")
         x = self._add(x, h, clip, gate1, self.plucker_proj(plucker_emb) if given else None)
         x = self._add(x, self.cross_attn(x, y, mask=mask), clip)
         h = self._modulated(self.norm2, x, shift2, scale2, clip)
-        h = self.mlp(h, HW=THW, clip=clip) if isinstance(self.mlp, Swapped) else self.mlp(h, HW=THW)
-        return self._add(x, h, clip, gate2)
+        if isinstance(self.mlp, Swapped):
+            h = self.mlp(h, HW=THW, clip=clip, carried=carried)
+        else:
+            h = self.mlp(h, HW=THW)
+        x = self._add(x, h, clip, gate2)
+        return x if carried is None or clip.active is None else (x, carried.new)
+
+    def state_shapes(self, batch: int, tokens: int, kept: int, camera: bool) -> dict[str, tuple[int, ...]]:
+        """By name, the shapes of what a rollout carries in this block, for `kept` frames of keys and values."""
+        shapes: dict[str, tuple[int, ...]] = self.attn.state_shapes(batch, tokens, kept, camera)
+        if isinstance(self.mlp, GLUMBConvTemp):
+            shapes |= self.mlp.state_shapes(batch, tokens, self.scale_shift_table.shape[1])
+        return shapes
 
     def _modulated(self, norm: nn.Module, x: Tensor, shift: Tensor, scale: Tensor, clip: Span) -> Tensor:
         if isinstance(norm, LayerNorm):
@@ -136,7 +157,8 @@ class SanaWMTransformer3DModel(ConfiguredModel, host.SanaWMTransformer3DModel):
     load's `torch_dtype`.
 
     Args:
-        chunk_frames, first_chunk_frames, merge_tail: as in `swap`.
+        chunk_frames, first_chunk_frames, merge_tail, softmax_window, softmax_sink, camera_conv_past, camera_rescale,
+            softmax_scale: as in `swap`.
         frame_gdn: options as a mapping, as earlier versions saved those of other hosts; the other arguments are the
             host's.
     """
@@ -145,7 +167,9 @@ class SanaWMTransformer3DModel(ConfiguredModel, host.SanaWMTransformer3DModel):
 
     _keep_in_fp32_modules = ["A_log", "dt_bias"]
 
-    __init__ = swapping_init(host.SanaWMTransformer3DModel.__init__, replace, *GRID_ENTRIES)
+    __init__ = swapping_init(
+        host.SanaWMTransformer3DModel.__init__, replace, *GRID_ENTRIES, *WINDOW_ENTRIES, *READINGS
+    )
 
     def forward(
         self,
@@ -163,9 +187,23 @@ class SanaWMTransformer3DModel(ConfiguredModel, host.SanaWMTransformer3DModel):
         raymats: Tensor | None = None,
         frame_valid_mask: Tensor | None = None,
         chunk_size: int | None = None,
+        state: RolloutState | None = None,
+        output_state: bool = False,
     ) -> Any:
         """As in the host. Under a group, `hidden_states`, `timestep`, `camera_conditions`, `chunk_plucker`, the mask
-        and whatever else has frames hold this rank's own, and so does the output."""
+        and whatever else has frames hold this rank's own, and so does the output.
+
+        Args:
+            state: continue from here. The call's first frame is then the first of a chunk; the state is left as it is.
+            output_state: return the state after the last active frame too, the same on all ranks, as `.state` or as
+                the second of a tuple.
+
+        Raises:
+            ValueError: a state that does not fit the model and the call, one given under a group, one that stands
+                inside a chunk, or a short tail that continues it alone with merge_tail; a state asked for where
+                frame_valid_mask's active frames are not one prefix, equal in the batch, or where blocks are not
+                swapped.
+        """
         text_mask = encoder_attention_mask if mask is None else mask
         with parallel.checked(self.group, due=True):
             checks.tensor("hidden_states", hidden_states, ("B", "C", "T", "h", "w"))
@@ -180,7 +218,14 @@ class SanaWMTransformer3DModel(ConfiguredModel, host.SanaWMTransformer3DModel):
                 "raymats": raymats,
             }  # fmt: skip
             facts = facts_of(self, FRAMES_DIMS, arguments)
-        clip = locate(self, hidden_states, size[0], facts, frame_valid_mask)
+            call = {"camera": camera_conditions is not None}
+            made_with = isinstance(state, RolloutState) and any("cam.S" in b or "cam.keys" in b for b in state.blocks)
+            if isinstance(state, RolloutState) and made_with != call["camera"]:
+                raise ValueError("a rollout has a camera (camera_conditions) in all of its calls or in none")
+            grid = begin(self, state, output_state, hidden_states, size, **call)
+        clip = locate(
+            self, hidden_states, size[0], facts, frame_valid_mask, grid=grid, state=state, output_state=output_state
+        )
         if clip.mask is not None:
             hidden_states, timestep = finite(hidden_states, clip.mask, 2), finite(timestep, clip.mask, 2)
             if camera_conditions is not None:
@@ -196,7 +241,7 @@ class SanaWMTransformer3DModel(ConfiguredModel, host.SanaWMTransformer3DModel):
         if pos_embeds is not None:
             pos_embeds = squeezed(pos_embeds.to(x.device), 4)
         elif self.use_pe:
-            pos_embeds = self._positions(clip.start, size, x.device)
+            pos_embeds = self._positions(clip.first_frame, size, x.device)
         rays = None
         if camera_conditions is not None:
             given = None
@@ -231,15 +276,28 @@ class SanaWMTransformer3DModel(ConfiguredModel, host.SanaWMTransformer3DModel):
         text_mask = text_mask.squeeze(1).squeeze(1)
 
         # 3. Blocks
-        for block in self.blocks:
+        states = []
+        for index, block in enumerate(self.blocks):
             x = call_block(
                 self, block, x, y, modulation, text_mask, size, pos_embeds, None, camera_conditions, rays, plucker,
-                None, chunk_size, clip,
+                None, chunk_size, clip, None if state is None else state.blocks[index],
             )  # fmt: skip
+            if output_state:
+                x, block_state = x
+                states.append(block_state)
 
         # 4. Back to latents
         sample = self.unpatchify(self.final_layer(x, embedded), *size)
-        return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+        new_state = end(self, states, clip) if output_state else None
+        return output(sample, new_state, return_dict)
+
+    def state_shapes(self, batch: int, tokens: int, kept: int, camera: bool) -> list[dict[str, tuple[int, ...]]]:
+        """By block, the shapes of what a rollout carries, for `kept` frames of keys and values; ValueError where
+        blocks are not swapped."""
+        stock = [index for index, block in enumerate(self.blocks) if not isinstance(block.attn, Swapped)]
+        if stock:
+            raise ValueError(f"a state needs all blocks swapped (blocks=None): blocks {stock} are diffusers' own")
+        return [block.state_shapes(batch, tokens, kept, camera) for block in self.blocks]
 
     def _positions(self, first_frame: int, size: tuple[int, ...], device: torch.device) -> Tensor:
         """The host's complex table (1, 1, N, D/2) from a frame on."""

@@ -17,18 +17,51 @@ from ..clip import Span, locate
 class SanaWMTemporalShortConvolution(Swapped, host.SanaWMTemporalShortConvolution):
     """The short convolution without its second pass over flipped frames (`functional.short_conv`)."""
 
-    def forward(self, hidden_states: Tensor, num_frames: int, clip: Span | None = None) -> Tensor:
-        """(B, N, C) -> (B, N, C)"""
+    def forward(
+        self,
+        hidden_states: Tensor,
+        num_frames: int,
+        clip: Span | None = None,
+        past: Tensor | None = None,
+        within_chunks: bool = False,
+    ) -> Tensor:
+        """(B, N, C) -> (B, N, C)
+
+        Args:
+            past: (B, K-1, S, C), the frames of an earlier call before these; None for zeros.
+            within_chunks: zeros stand before each chunk, too.
+        """
         clip = clip or locate(self, hidden_states, num_frames)
         x = rearrange(hidden_states, "b (t s) c -> b t s c", t=num_frames)
         reach = self.kernel_size - 1
-        past = future = None
-        if self.group is not None:
+        future = None
+        if self.group is not None and len(clip.counts) > 1:
             past, future = parallel.halo(x, reach, reach, self.group, clip.counts, clip.call)
-        out = functional.short_conv(x, self.weight, past, future, ends=clip.ends, backend=self.backend)
+        if within_chunks:
+            out = self._chunk_by_chunk(x, past, future, clip)
+        else:
+            out = functional.short_conv(x, self.weight, past, future, ends=clip.ends, backend=self.backend)
         if self.bias is not None:
             out = out + 2 * self.bias.to(out.dtype)  # as often as the host's two passes add it
         return rearrange(out, "b t s c -> b (t s) c")
+
+    def _chunk_by_chunk(self, x: Tensor, past: Tensor | None, future: Tensor | None, clip: Span) -> Tensor:
+        """The convolution of x (B, T_local, S, C) between the neighbouring shards' frames, each chunk by itself."""
+        total = sum(clip.counts)
+        begins = [begin for begin, _, _ in clip.grid.horizons(0, total, total)]
+        out = []
+        for first, last, _ in clip.horizons():
+            before = None
+            if first == 0 and past is not None:  # the chunk may begin in an earlier shard
+                inside = clip.start - max(begin for begin in begins if begin <= clip.start)
+                hidden = max(past.shape[1] - inside, 0)
+                before = torch.cat([torch.zeros_like(past[:, :hidden]), past[:, hidden:]], 1)
+            after = future if last == clip.frames else None
+            ends = clip.grid.ends(clip.start + first, total)
+            out.append(
+                functional.short_conv(x[:, first:last], self.weight, before, after, ends=ends, backend=self.backend)
+            )
+        return torch.cat(out, 1)
 
 
 class RMSNorm(Swapped, host.RMSNorm):

@@ -19,12 +19,20 @@ from ...kernels.backends import pick_backend
 from ...kernels.types import accumulation_dtype
 
 
-def into_rays(qkv: Sequence[Tensor], rays: Sequence[Any], backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q by Pᵀ, k and v by P⁻¹, each (B, N, H, D), scaled back by min(1, rms before / rms after) a token and head.
+def into_rays(
+    qkv: Sequence[Tensor], rays: Sequence[Any], backend: str, rescale: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q by Pᵀ, k and v by P⁻¹, each (B, N, H, D), scaled back by min(1, rms before / rms after) a token and head
+    unless `rescale` is False.
 
     Returns them, and (‖k after‖ / ‖k before‖)² (B, N, H), by which the camera branch discounts β.
     """
     _, P_T, P_inv, table = rays
+    if not rescale:  # `turn` the other way round leaves the rms as it comes
+        table = None if table is None else table.conj().resolve_conj()
+        q, k, v = (turn(x, M, table, backend, inverse=True)[0] for x, M in zip(qkv, (P_T, P_inv, P_inv), strict=True))
+        before, after = (lengths_of(x.to(accumulation_dtype(x.dtype))) for x in (qkv[1], k))
+        return q, k, v, after / before
     (q, _), (k, inflation), (v, _) = (
         turn(x, M, table, backend) for x, M in zip(qkv, (P_T, P_inv, P_inv), strict=True)
     )
@@ -70,5 +78,9 @@ def _turn(x: Tensor, matrix: Tensor, turns: Tensor, inverse: bool) -> tuple[Tens
         return after.to(x.dtype), after.new_empty(0)
     rms = [(t.square().mean(-1, keepdim=True) + 1e-6).sqrt() for t in (before, after)]
     after = after * (rms[0] / rms[1]).clamp(max=1.0)
-    lengths = [t.square().sum(-1).clamp_min(1e-12) for t in (before, after)]
-    return after.to(x.dtype), lengths[1] / lengths[0]
+    return after.to(x.dtype), lengths_of(after) / lengths_of(before)
+
+
+def lengths_of(x: Tensor) -> Tensor:
+    """‖x‖² of each head of a token, never 0."""
+    return x.square().sum(-1).clamp_min(1e-12)
