@@ -30,6 +30,8 @@ class RolloutState:
         chunks: chunks of the clip that have been consumed.
         kept: frames of each chunk of which softmax blocks keep keys and values, in the order of the clip.
         facts: the configuration of the model and of the call that made it, which must be those that continue it.
+        size: h, w of the latents; None where nobody said.
+        rows: rows of the batch that one clip has: 2 with classifier-free guidance, the negative ones first.
     """
 
     blocks: list[dict[str, Tensor]]
@@ -37,6 +39,8 @@ class RolloutState:
     chunks: int
     kept: tuple[int, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
+    size: tuple[int, int] | None = None
+    rows: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -83,6 +87,10 @@ class RolloutState:
         first = states[0]
         for index, state in enumerate(states):
             state.check(f"states[{index}]", first.facts, first.frames, [_shapes(block) for block in first.blocks])
+            if state.size != first.size or state.kept != first.kept:
+                raise ValueError(f"states[{index}] is of latents {state.size}, states[0] of {first.size}")
+            if state.rows != 1:
+                raise ValueError(f"states[{index}] has the rows of guidance, which do not stack")
         blocks = [
             {name: torch.cat([state.blocks[i][name] for state in states]) for name in block}
             for i, block in enumerate(first.blocks)
@@ -124,17 +132,19 @@ class RolloutState:
         checks.integers(f"{name}.kept", self.kept, 1)
         if frames is not None and self.frames != frames:
             raise ValueError(f"{name} stands after {self.frames} frames, wanted {frames}")
-        for fact in (*facts, *(key for key in self.facts if key not in facts)):
-            if self.facts.get(fact) != facts.get(fact):
-                raise ValueError(
-                    f"{name} is of a model with {fact} {self.facts.get(fact)!r}, this one has {facts.get(fact)!r}"
-                )
+        self.check_facts(name, {**dict.fromkeys(self.facts), **facts})
         if len(self.blocks) != len(shapes):
             raise ValueError(f"{name} is of {len(self.blocks)} blocks, the model has {len(shapes)}")
         for index, (block, wanted) in enumerate(zip(self.blocks, shapes, strict=True)):
             checks.keys(f"{name}.blocks[{index}]", block, list(wanted))
             for key, shape in wanted.items():
                 checks.tensor(f"{name}.blocks[{index}][{key!r}]", block[key], shape, beside=beside)
+
+    def check_facts(self, name: str, facts: Mapping[str, Any]) -> None:
+        """ValueError, which names the argument, unless the state has these facts."""
+        for fact, wanted in facts.items():
+            if self.facts.get(fact) != wanted:
+                raise ValueError(f"{name} is of a model with {fact} {self.facts.get(fact)!r}, this one has {wanted!r}")
 
     def save(self, path: str | Path) -> None:
         """Write the state to a file in the format of safetensors, whole or not at all: a new file takes its place.
@@ -149,6 +159,7 @@ class RolloutState:
         about = {
             "format": _FORMAT, "version": str(_VERSION), "frames": str(self.frames), "chunks": str(self.chunks),
             "kept": json.dumps(self.kept), "facts": json.dumps(self.facts), "blocks": str(len(self.blocks)),
+            "size": json.dumps(self.size), "rows": str(self.rows),
         }  # fmt: skip
         draft = path.with_name(f"{path.name}.part")
         try:
@@ -187,12 +198,14 @@ class RolloutState:
             for name, tensor in tensors.items():
                 _, index, key = name.split(".", 2)
                 blocks[int(index)][key] = tensor
-            kept = tuple(json.loads(about["kept"]))
-            state = cls(blocks, int(about["frames"]), int(about["chunks"]), kept, json.loads(about["facts"]))
+            kept, size = tuple(json.loads(about["kept"])), json.loads(about["size"])
+            state = cls(
+                blocks, int(about["frames"]), int(about["chunks"]), kept, json.loads(about["facts"]),
+                None if size is None else tuple(size), int(about["rows"]),
+            )  # fmt: skip
         except (OSError, SafetensorError, KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"path: {path} cannot be read as a state: {error}") from error
-        expected = facts_of(model, getattr(model, "dtype", None))
-        state.check("path's state", expected, None, [_shapes(block) for block in blocks])
+        state.check_facts("path's state", facts_of(model, getattr(model, "dtype", None)))
         return state
 
 

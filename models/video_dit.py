@@ -656,7 +656,8 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         new_state = None
         if clip.active is not None:
             chunks, kept, _ = clip.keys.after(clip.active)
-            new_state = RolloutState(states, clip.consumed + clip.active, chunks, kept, state_facts)
+            size, rows = tuple(hidden_states.shape[3:]), 1 if state is None else state.rows
+            new_state = RolloutState(states, clip.consumed + clip.active, chunks, kept, state_facts, size, rows)
         return VideoDiTOutput(sample, new_state) if return_dict else (sample, new_state)
 
     def set_backend(self, backend: str) -> None:
@@ -782,6 +783,8 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
             {**(softmax if isinstance(block.attn, SoftmaxAttention) else gdn), "ff.tail": (B, 1, S, H * D)}
             for block in self.blocks
         ]
+        if state.size not in (None, tuple(hidden_states.shape[3:])):
+            raise ValueError(f"state is of latents {state.size}, hidden_states are {tuple(hidden_states.shape)}")
         state.check("state", facts, None, shapes, ("hidden_states", hidden_states))
         if len(state.kept) != len(window.kept(state.chunks)):
             raise ValueError(

@@ -13,7 +13,7 @@ ORDER = (
     "checks", "chunks", "rollout_state", "needs_diffusers", "kernels.types", "kernels.products", "kernels.naive",
     "kernels.temporal_conv", "kernels.plain", "kernels.triton", "kernels.backends", "kernels.flash4", "functional",
     "agreement", "handshake", "parallel", "scan", "ops", "primitive", "gdn", "layer", "hosts", "parallelize", "swap",
-    "pipeline", "camera", "decoding",
+    "camera", "rollout_call", "pipeline", "decoding",
 )  # fmt: skip
 
 #: What is written from the package, and what each of these imports of the others.
@@ -25,6 +25,7 @@ MOST_LINES, MOST_ARGUMENTS = 650, 12
 #: models, a model's configuration.
 LONG_SIGNATURES = {
     "gdn.bidirectional_gdn", "swap.swap", "kernels.naive.naive_bidirectional_gdn", "hosts.sana_wm.model.*.forward",
+    "pipeline.FrameGDNRolloutPipeline.__call__", "pipeline.FrameGDNRolloutPipeline.stream",
     "video_dit.VideoDiT.__init__", "video_dit.VideoDiT.forward",
 }  # fmt: skip
 
