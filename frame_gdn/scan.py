@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from . import parallel
+from . import differentiable, parallel
 from .agreement import Call
 from .chunks import ChunkGrid
+from .kernels import transforms
 from .kernels.plain import states_before
-from .kernels.products import exact_matmul
+from .kernels.products import exact_matmul, without_autocast
 from .kernels.types import Backend, BuiltTransitions, Edges, Inputs, States, accumulation_dtype
 
 
@@ -60,7 +60,7 @@ class _GDNScan(torch.autograd.Function):
         ctx: Any, options: GDNOptions, S0: Tensor | None, z0: Tensor | None, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         x, steps, group = Inputs(*tensors), options.backend, options.group  # type: ignore[arg-type]
-        with torch.autocast(x.q.device.type, enabled=False):
+        with without_autocast(x.q.device):
             tr = steps.transitions(x, options.normalize)
             rank, size = parallel.rank_and_size(group)
             entering = Edges(S0, z0, None, None) if rank == 0 else Edges(None, None, None, None)
@@ -81,11 +81,17 @@ class _GDNScan(torch.autograd.Function):
         return out, S, _filled(final[1] if len(final) > 1 else None, x, matrix=False) if options.normalize else None
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor, dS: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None, ...]:
         options: GDNOptions = ctx.options
         saved = ctx.saved_tensors
         x, states, entering, kept = Inputs(*saved[:10]), States(*saved[10:14]), Edges(*saved[14:18]), list(saved[18:])
+        if torch.is_grad_enabled():  # create_graph=True
+            _refuse_ranks(options.group)
+            found = differentiable.gdn_gradients(
+                (entering.S, entering.z, *x), ctx.needs_input_grad[1:], (dout, dS, dz), options.ends,
+                options.normalize, options.eps,
+            )  # fmt: skip
+            return (None, *found)
         dS0, dz0, *grads = gdn_scan_backward(dout, Edges(dS, dz, None, None), x, states, entering, kept, options)
         needs = ctx.needs_input_grad
         return (None, dS0 if needs[1] else None, dz0 if needs[2] else None, *grads, None, None, None)
@@ -108,7 +114,7 @@ def gdn_scan_backward(
         entering, kept: the states that entered this shard, and the transitions gathered from other ranks.
     """
     steps, group = options.backend, options.group
-    with torch.autocast(x.q.device.type, enabled=False):
+    with without_autocast(x.q.device):
         tr = steps.transitions(x, options.normalize)
         if states is None:
             states, _ = steps.scan_states(tr, entering, options.ends, options.reverse)
@@ -204,11 +210,27 @@ def _exchange_adjoint(
     return Edges(S, z, R, y)
 
 
+def _refuse_ranks(group: ProcessGroup | None) -> None:
+    if group is not None and parallel.rank_and_size(group)[1] > 1:
+        raise NotImplementedError(
+            "over ranks the frame scan has first derivatives in reverse alone: no torch.func transform, forward-mode "
+            "differentiation or create_graph=True"
+        )
+
+
 def gdn_scan(
     x: Inputs, S0: Tensor | None, z0: Tensor | None, options: GDNOptions
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Tokens to output, differentiable in every input: (B, N, H, D), and the final S and z where they are asked
-    for."""
+    for.
+
+    Raises NotImplementedError over ranks within a transform of `torch.func` or forward-mode differentiation, and in a
+    backward pass with create_graph=True: the exchange between ranks has no rule for them.
+    """
+    if transforms.are_active():
+        _refuse_ranks(options.group)
+        result, S, z = differentiable.gdn(x, S0, z0, options.ends, options.normalize, options.eps)
+        return (result, S, z if options.normalize else None) if options.output_final_state else (result, None, None)
     out: tuple[Tensor, Tensor | None, Tensor | None] = _GDNScan.apply(options, S0, z0, *x)  # type: ignore[no-untyped-call]
     return out
 
@@ -242,7 +264,7 @@ class _FrameScan(torch.autograd.Function):
         first = size - 1 if options.reverse else 0
         entering: list[Tensor | None] = list(initial) if rank == first else [None, None]
         kept: list[Tensor] = []
-        with torch.autocast(A0.device.type, enabled=False):
+        with without_autocast(A0.device):
             if group is not None and size > 1:
                 M = [steps.product(a) for a in A]
                 h = steps.last_states(A, B, entering)
@@ -270,15 +292,18 @@ class _FrameScan(torch.autograd.Function):
         return (*X, *ends)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         options: ScanOptions = ctx.options
+        if torch.is_grad_enabled():  # create_graph=True
+            raise NotImplementedError(
+                "cp_frame_gdn_scan has first derivatives in reverse alone: higher ones are had within torch.func.grad"
+            )
         steps, group = options.backend, options.group
         saved = ctx.saved_tensors
         A, X, entering, kept = saved[0:2], saved[2:4], saved[4:6], list(saved[6:])
         rank, size = parallel.rank_and_size(group)
         dX, ends = list(grads[:2]), list(grads[2:])
-        with torch.autocast(A[0].device.type, enabled=False):
+        with without_autocast(A[0].device):
             if options.terminal is not None:
                 owner, position = options.terminal
                 if group is not None and size > 1:
@@ -319,6 +344,11 @@ def frame_scan(
     """Two chains X_t = X_{t-1} A_t + B_t over the ranks: A (BH, T, D, D), B (BH, T, R, D), initial (BH, R, D) or None.
 
     Returns both chains' X (BH, T, R, D), then their terminal states (BH, R, D) where `options.terminal` names a frame.
+    Raises as `gdn_scan`, and in a backward pass with create_graph=True on one process too.
     """
+    if transforms.are_active():
+        _refuse_ranks(options.group)
+        X = tuple(differentiable.chain(a, b, state) for a, b, state in zip(A, B, initial, strict=True))
+        return X if options.terminal is None else (*X, *(x[:, options.terminal[1]] for x in X))
     out: tuple[Tensor, ...] = _FrameScan.apply(options, *A, *B, *initial)  # type: ignore[no-untyped-call]
     return out

@@ -740,6 +740,7 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         checks.tensor("hidden_states", hidden_states, ("B", config.in_channels, "T", "h", "w"))
         checks.suits("hidden_states", hidden_states, self.patch_embedding)
         batch, _, num_frames, height, width = hidden_states.shape
+        checks.integer("hidden_states' batch", batch, 1)
         beside = "hidden_states", hidden_states
         if height % config.patch_size or width % config.patch_size:
             raise ValueError(

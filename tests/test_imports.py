@@ -10,10 +10,10 @@ ROOT = Path(__file__).parents[1]
 
 #: The modules of `frame_gdn`, or the folders they are in, each of which imports only from those before it.
 ORDER = (
-    "checks", "chunks", "rollout_state", "needs_diffusers", "kernels.types", "kernels.products", "kernels.naive",
-    "kernels.temporal_conv", "kernels.plain", "kernels.triton", "kernels.backends", "kernels.flash4", "functional",
-    "agreement", "handshake", "parallel", "scan", "ops", "primitive", "gdn", "layer", "hosts", "parallelize", "swap",
-    "camera", "rollout_call", "pipeline", "decoding",
+    "checks", "chunks", "rollout_state", "needs_diffusers", "kernels.types", "kernels.transforms", "kernels.products",
+    "kernels.naive", "kernels.temporal_conv", "kernels.plain", "kernels.triton", "kernels.backends", "kernels.flash4",
+    "functional", "agreement", "handshake", "parallel", "differentiable", "scan", "ops", "primitive", "gdn", "layer",
+    "hosts", "parallelize", "swap", "camera", "rollout_call", "pipeline", "decoding",
 )  # fmt: skip
 
 #: What is written from the package, and what each of these imports of the others.

@@ -21,6 +21,7 @@ from einops import einsum, rearrange
 from torch import Tensor, nn
 
 from .. import functional, parallel
+from ..kernels.products import without_autocast
 from ..kernels.types import accumulation_dtype
 from ..rollout_state import RolloutState
 from . import READINGS, WINDOW_ENTRIES, SwapOptions, Swapped, adopt
@@ -95,7 +96,7 @@ class Attention(GatedAttention, _Attention):
         wide = accumulation_dtype(v.dtype)
         q_rot, k_rot = (functional.rotary(t, *pairs(rotary_emb), backend=self.backend).to(wide) for t in (q, k))
         q, k = q.to(wide), k.to(wide)
-        with torch.autocast(x.device.type, enabled=False):  # sums over the whole clip stay wide
+        with without_autocast(x.device):  # sums over the whole clip stay wide
             own = einsum(v.to(wide), k_rot, "b n h d, b n h e -> b h d e"), k.sum(1).unsqueeze(2)
             own_sums, one_each = torch.cat(own, 2)[:, None], [1] * len(clip.counts)
             sums = parallel.gather_frames(own_sums, self.group, one_each, clip.call).sum(1)

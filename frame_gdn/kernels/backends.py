@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from . import plain
+from . import plain, transforms
 from .types import Backend
 
 BACKENDS = ("torch", "triton", "auto")
@@ -174,7 +174,8 @@ def pick_backend(backend: "str | Backend[Any]", like: Tensor, precision: str = "
     """The local steps for tensors like `like`: the module `plain`, or the object that offers its functions on Triton.
 
     Args:
-        backend: "auto" is triton where the kernels run and take the dtype and the head, else torch. An object that
+        backend: "auto" is triton where the kernels run and take the dtype and the head, else torch, and torch within a
+            transform of `torch.func` or forward-mode differentiation. An object that
             offers the steps stands for itself: a test gives one with settings of its own.
         precision: "default" or "exact", what Triton computes 16-bit tokens in; all else is exact as it is.
 
@@ -185,7 +186,7 @@ def pick_backend(backend: "str | Backend[Any]", like: Tensor, precision: str = "
         return backend
     checks.choice("backend", backend, BACKENDS)
     checks.choice("precision", precision, PRECISIONS)
-    if backend == "torch":
+    if backend == "torch" or (backend == "auto" and transforms.are_active()):
         return plain
     reason = _device_refusal(like.device, backend == "triton") or _refusal(like.dtype, like.shape[-1])
     if reason is not None and backend == "triton":

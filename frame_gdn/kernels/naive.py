@@ -3,10 +3,12 @@
 Nothing here is fast and nothing here is clever: this is the oracle that every other path is compared with.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-__all__ = ["naive_bidirectional_gdn", "naive_frame_scan"]
+__all__ = ["naive_bidirectional_gdn", "naive_frame_scan", "naive_gdn"]
 
 
 def naive_frame_scan(
@@ -62,6 +64,30 @@ def naive_bidirectional_gdn(
     Forward is inclusive (frames 0..t), reverse exclusive (frames t+1..), cut at each chunk's end; a masked frame has
     transition I, input 0 and output 0. Returns the output (B, N, H, D) and the state (S, z) after the last frame.
     """
+    borders = _borders(decay.shape[1], chunk_frames, first_chunk_frames, merge_tail)
+    ends = [t + 1 in borders for t in range(decay.shape[1])]
+    return naive_gdn(
+        q, k, v, beta, decay, q_rot=q_rot, k_rot=k_rot, mask=mask, initial_state=initial_state, ends=ends,
+        normalize=normalize, eps=eps,
+    )  # fmt: skip
+
+
+def naive_gdn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    decay: Tensor,
+    *,
+    q_rot: Tensor | None,
+    k_rot: Tensor | None,
+    mask: Tensor | None,
+    initial_state: tuple[Tensor, Tensor] | None,
+    ends: Sequence[bool],
+    normalize: bool,
+    eps: float,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """As `naive_bidirectional_gdn`, chunks given by their ends: by frame, is it the last of its chunk."""
     B, N, H, D = q.shape
     T = decay.shape[1]
     q_rot, k_rot = q if q_rot is None else q_rot, k if k_rot is None else k_rot
@@ -89,9 +115,8 @@ def naive_bidirectional_gdn(
 
     R, y = torch.zeros_like(S), torch.zeros_like(z)
     reverse = [(R, y)] * T
-    borders = set(_borders(T, chunk_frames, first_chunk_frames, merge_tail))
     for t in reversed(range(T)):
-        if t + 1 in borders:
+        if ends[t]:
             R, y = torch.zeros_like(R), torch.zeros_like(y)
         reverse[t] = (R, y)
         R = R @ W[:, :, t] + U[:, :, t]

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .products import without_autocast
+
 
 def _is_end(frame: int, ends: Sequence[int] | None) -> bool:
     """Whether a frame is the last of its chunk, `ends` as `chunks.ChunkEnds`: it does not see the frame after it."""
@@ -35,7 +37,7 @@ def _runs(frames: int, ends: Sequence[int] | None) -> Iterator[slice]:
 def _add_product(out: Tensor, frames: slice, x: Tensor, weight: Tensor) -> None:
     """out[:, frames] += x · weight, out (B, T, S, C), x (B, frames, S, C), weight (C, C)."""
     rows, x = out[:, frames].flatten(1, 2), x.flatten(1, 2)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device):
         if len(rows) == 1:
             rows[0].addmm_(x[0], weight)
         elif len(rows):
@@ -110,7 +112,7 @@ def temporal_conv_backward(
 
 def _outer(a: Tensor, b: Tensor) -> Tensor:
     """Σ a bᵀ over all tokens: (..., C) twice -> (C, C)."""
-    with torch.autocast(a.device.type, enabled=False):
+    with without_autocast(a.device):
         return a.flatten(0, 2).t() @ b.flatten(0, 2)
 
 
