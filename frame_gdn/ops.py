@@ -1,6 +1,8 @@
 """The scan of one process as `torch.library` operators, which is what `torch.compile(fullgraph=True)` sees of it.
 
-Eager calls do not pass here. Only the inputs are kept for the backward pass, which runs the scan of states again.
+Eager calls do not pass here: an operator of 17 arguments with a gradient costs the host 0.25 ms a call, an autograd
+function 0.02. Both have one backward pass, `scan.gdn_scan_backward`. Only the inputs are kept for it here, so that it
+runs the scan of states again.
 """
 
 from collections.abc import Sequence
