@@ -267,7 +267,7 @@ WRONG = {
     "output_type must be one of latent, got 'pil'": {"output_type": "pil"},
     "camera is for SANA-WM": {"camera": (torch.eye(4).expand(9, 4, 4), torch.ones(4))},
     "state must be None or a RolloutState": {"state": 3, "first_frames": None},
-    "first_frames must be (B, 3, T, h, w) where": {"first_frames": None},
+    r"first_frames must be \(B, 3, T, h, w\) where": {"first_frames": None},
     "callback_on_step_end must be callable": {"callback_on_step_end": 3},
     "callback_on_step_end_tensor_inputs must be of": {"callback_on_step_end_tensor_inputs": ["noise"]},
     "return_dict must be True or False": {"return_dict": 1},

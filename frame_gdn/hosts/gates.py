@@ -62,25 +62,44 @@ class GatedAttention(Swapped):
 
     def add_gates(self, start_scale: float) -> None:
         """Gates as they start, unless there are some already; new ones are in memory even while a model is built on
-        the meta device, so that a load that does not know them leaves them at their start."""
+        the meta device, so that a load that does not know them leaves them at their start. They are frozen where the
+        whole attention is."""
         self.start_scale = start_scale
         if self.has_gates:
             return
         refuse_hooks(self, "swap")
         norm: Tensor = self.norm_k.weight
         device = torch.device("cpu") if norm.is_meta else norm.device
-        dtype = get_parameter_dtype(self.to_v)  # as the projections compute, which norms in float32 say nothing about
-        if not dtype.is_floating_point or dtype.itemsize < 2:
-            dtype = norm.dtype  # the projections are stored as what they do not compute in
+        dtype = norm.dtype
+        if next(self.to_v.parameters(), None) is not None:  # packed weights are no parameters
+            stored = get_parameter_dtype(self.to_v)
+            # As the projections compute, which norms in float32 say nothing about; unless they only store this.
+            dtype = stored if stored.is_floating_point and stored.itemsize >= 2 else dtype
+        trained = any(parameter.requires_grad for parameter in self.parameters())
         for name in ("beta_proj", "gate_proj"):
             linear = skip_init(nn.Linear, self.to_q.in_features, self.heads, device=device, dtype=dtype)
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
-            setattr(self, name, linear)
+            setattr(self, name, linear.requires_grad_(trained))
         wide = accumulation_dtype(dtype)
         dt_bias = math.log(math.expm1(-math.log1p(-START_FORGETTING)))  # g = exp(-softplus(dt_bias))
         for name, value in (("A_log", 0.0), ("dt_bias", dt_bias)):
-            self._parameters[name] = nn.Parameter(torch.full((self.heads,), value, device=device, dtype=wide))
+            tensor = torch.full((self.heads,), value, device=device, dtype=wide)
+            self._parameters[name] = nn.Parameter(tensor, requires_grad=trained)
+
+    def set_processor(self, processor: Any) -> None:
+        """As the host's. Raises ValueError where GDN is computed, which would not call another processor."""
+        if self.has_gates:
+            self.check_processor(processor)
+        super().set_processor(processor)  # type: ignore[misc]  # the class after this one is the host's
+
+    def check_processor(self, processor: Any) -> None:
+        """ValueError for a processor that is not the host's own, where this class computes what that one does."""
+        if type(processor) is not self.processor_class:
+            raise ValueError(
+                f"the processor {type(processor).__name__} would not be called here: frame_gdn computes in the place "
+                f"of {self.processor_class.__name__}"
+            )
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k after norm, and v, each (B, N, H, D), as their modules leave them."""

@@ -87,6 +87,7 @@ class Attention(GatedAttention, _Attention):
         elif clip.is_plain:
             return super().forward(hidden_states, rotary_emb=rotary_emb)
         else:
+            self.check_processor(self.processor)
             out = self._linear(hidden_states, rotary_emb, clip)
         return self.to_out[1](self.to_out[0](out))
 

@@ -80,6 +80,7 @@ class WanAttention(GatedAttention, host.WanAttention):
         elif clip.is_plain and carried is None and not self._takes_flash4(hidden_states):
             return super().forward(hidden_states, None, None, rotary_emb)
         else:
+            self.check_processor(self.processor)
             q, k, v = as_values(*self.project(hidden_states))
             q, k = (functional.rotary(t, *pairs(rotary_emb), backend=self.backend) for t in (q, k))
             backend = self.processor._attention_backend
@@ -91,6 +92,8 @@ class WanAttention(GatedAttention, host.WanAttention):
     def _takes_flash4(self, x: Tensor) -> bool:
         """Whether softmax attention is another one than the host's."""
         if self.attention == "auto":
+            if type(self.processor) is not self.processor_class:
+                return False
             head_dim = self.inner_dim // self.heads
             return not diffusers_chose(self.processor._attention_backend) and flash4.refusal(x, head_dim) is None
         return self.attention == "flash4"
