@@ -30,6 +30,22 @@ from . import Swapped
 
 
 @dataclass(frozen=True)
+class Keys:
+    """Which keys of softmax attention a call's frames see; nothing here differs from chunk to chunk of a rollout whose
+    window is full, so that a compiled block is one graph for all of them.
+
+    Attributes:
+        past: frames of earlier calls that the state keeps.
+        seen: as `KeyFrames.seen`.
+        kept: the runs of frames that the next state keeps; none where no state is asked for.
+    """
+
+    past: int
+    seen: list[tuple[int, int, list[tuple[int, int]]]]
+    kept: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
 class Span:
     """Where the frames of one call lie; a dataclass, so that no wrapper casts or moves what is in it.
 
@@ -39,8 +55,7 @@ class Span:
         call: what the ranks of a group compare the messages of this call by.
         mask: (B, T_local) bool, the frames here that are not padding; `clip_mask` (B, T) those of all ranks. None: all
             are.
-        past: frames of the clip in earlier calls.
-        keys: where the keys of softmax attention lie; None: those of this call, without a window.
+        keys: which keys softmax attention sees; None: those of this call, without a window.
         active: the frames of this call after which a state is asked for; None where none is.
     """
 
@@ -51,14 +66,8 @@ class Span:
     call: Call | None = field(default=None, kw_only=True)
     mask: Tensor | None = field(default=None, kw_only=True)
     clip_mask: Tensor | None = field(default=None, kw_only=True)
-    past: int = field(default=0, kw_only=True)
-    keys: KeyFrames | None = field(default=None, kw_only=True)
+    keys: Keys | None = field(default=None, kw_only=True)
     active: int | None = field(default=None, kw_only=True)
-
-    @property
-    def first_frame(self) -> int:
-        """The clip's number of the first frame here."""
-        return self.past + self.start
 
     @property
     def is_plain(self) -> bool:
@@ -66,9 +75,12 @@ class Span:
         return self.grid.chunk_frames is None and len(self.counts) == 1
 
     @property
-    def key_frames(self) -> KeyFrames:
-        """Where the keys of softmax attention lie."""
-        return self.keys or KeyFrames(self.grid or ChunkGrid(), SoftmaxWindow(), sum(self.counts))
+    def visible(self) -> Keys:
+        """Which keys softmax attention sees."""
+        if self.keys is not None:
+            return self.keys
+        frames = KeyFrames(self.grid or ChunkGrid(), SoftmaxWindow(), sum(self.counts))
+        return Keys(0, list(frames.seen(self.start, self.start + self.frames)), [])
 
     def horizons(self) -> Iterator[tuple[int, int, int]]:
         """(first, last, end): of the frames here, first ... last - 1 attend to frames 0 ... end - 1 of the clip."""
@@ -137,15 +149,19 @@ def locate(
     rank, _ = parallel.rank_and_size(site.group)
     brief = call.brief() if len(counts) > 1 else None
     clip_mask = None if mask is None else parallel.gather_frames(mask, site.group, counts, brief)
-    past, chunks, kept = (0, 0, ()) if state is None else (state.frames, state.chunks, state.kept)
     active = None
     if output_state:
         active = sum(counts) if clip_mask is None else count_active(clip_mask)
-    return Span(
-        counts, sum(counts[:rank]), frames, grid,
-        call=brief, mask=mask, clip_mask=clip_mask, active=active,
-        past=past, keys=KeyFrames(grid, site.window, sum(counts), chunks, kept),
-    )  # fmt: skip
+    start, where = sum(counts[:rank]), key_frames(site, grid, sum(counts), state)
+    visible = list(where.seen(start, start + frames))
+    keys = Keys(where.past, visible, [] if active is None else where.after(active)[2])
+    return Span(counts, start, frames, grid, call=brief, mask=mask, clip_mask=clip_mask, keys=keys, active=active)
+
+
+def key_frames(site: Swapped, grid: ChunkGrid, total: int, state: RolloutState | None) -> KeyFrames:
+    """Where the keys of softmax attention lie in a call of `total` frames that continues a state."""
+    chunks, kept = (0, ()) if state is None else (state.chunks, state.kept)
+    return KeyFrames(grid, site.window, total, chunks, kept)
 
 
 def count_active(clip_mask: Tensor) -> int:
@@ -308,12 +324,12 @@ def attend_to(
     allowed (B, T) bool: the clip's frames whose keys count; a sample with none of them gets finite nonsense.
     """
     tokens = q.shape[1] // clip.frames
-    keys = clip.key_frames
+    keys = clip.visible
     k, v = (rearrange(t, "b (t s) h d -> b t s h d", s=tokens) for t in (k, v))
     if allowed is not None:
         allowed = F.pad(allowed, (keys.past, 0), value=True)
     out = []
-    for first, last, runs in keys.seen(clip.start, clip.start + clip.frames):
+    for first, last, runs in keys.seen:
         mask = None
         if allowed is not None:
             some = frames_at(allowed, runs)

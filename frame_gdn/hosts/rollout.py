@@ -16,7 +16,7 @@ from ..gdn import GDNState
 from ..rollout_state import RolloutState
 from ..rollout_state import facts_of as state_facts
 from . import Swapped
-from .clip import Span, gathered
+from .clip import Span, gathered, key_frames
 
 
 @dataclass
@@ -89,8 +89,7 @@ def seen_keys(
         if name in carried.past:
             t = torch.cat([carried.past[name].to(t.dtype), t], 1)
         if clip.active is not None:
-            runs = clip.key_frames.after(clip.active)[2]
-            carried.new[name] = frames_at(t, runs).clone(memory_format=torch.contiguous_format)
+            carried.new[name] = frames_at(t, clip.visible.kept).clone(memory_format=torch.contiguous_format)
         seen.append(t.flatten(1, 2))
     return seen[0], seen[1]
 
@@ -139,11 +138,16 @@ def begin(
     return grid
 
 
-def end(model: Swapped, blocks: list[dict[str, Tensor]], clip: Span) -> RolloutState:
-    """The state after a call, from what its blocks leave."""
+def end(model: Swapped, state: RolloutState | None, blocks: list[dict[str, Tensor]], clip: Span) -> RolloutState:
+    """The state after a call that continued `state`, from what its blocks leave."""
     assert clip.active is not None
-    chunks, kept, _ = clip.key_frames.after(clip.active)
-    return RolloutState(blocks, clip.past + clip.active, chunks, kept, state_facts(model, model.dtype))
+    chunks, kept, _ = key_frames(model, clip.grid, sum(clip.counts), state).after(clip.active)
+    return RolloutState(blocks, consumed(state) + clip.active, chunks, kept, state_facts(model, model.dtype))
+
+
+def consumed(state: RolloutState | None) -> int:
+    """Frames of the clip before a call."""
+    return 0 if state is None else state.frames
 
 
 def output(sample: Tensor, state: RolloutState | None, return_dict: bool) -> Any:

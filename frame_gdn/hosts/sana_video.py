@@ -276,7 +276,7 @@ class SanaVideoTransformer3DModel(GatedModel, host.SanaVideoTransformer3DModel):
         sample = rearrange(
             x, "b (t h w) (p q r c) -> b c (t p) (h q) (w r)", t=frames, h=height, w=width, p=p, q=q, r=r
         )
-        new_state = end(self, states, clip) if output_state else None
+        new_state = end(self, state, states, clip) if output_state else None
         return output(sample, new_state, return_dict)
 
     def state_shapes(self, batch: int, tokens: int, kept: int) -> list[dict[str, tuple[int, ...]]]:

@@ -16,7 +16,7 @@ from ...rollout_state import RolloutState
 from .. import GRID_ENTRIES, READINGS, WINDOW_ENTRIES, SwapOptions, Swapped, adopt, configuration
 from ..clip import Span, call_block, facts_of, locate, rotary_angles
 from ..configuration import ConfiguredModel, swapping_init
-from ..rollout import Carried, begin, end, output
+from ..rollout import Carried, begin, consumed, end, output
 from .attention import BidirectionalGDNUCPESinglePathLiteLA, _SoftmaxUCPESinglePathLiteLA
 from .feed_forward import GLUMBConvTemp, SanaWMConvLayer, convolutions
 from .modules import LayerNorm, RMSNorm, SanaWMPatchEmbed, SanaWMTemporalShortConvolution
@@ -241,7 +241,7 @@ class SanaWMTransformer3DModel(ConfiguredModel, host.SanaWMTransformer3DModel):
         if pos_embeds is not None:
             pos_embeds = squeezed(pos_embeds.to(x.device), 4)
         elif self.use_pe:
-            pos_embeds = self._positions(clip.first_frame, size, x.device)
+            pos_embeds = self._positions(consumed(state) + clip.start, size, x.device)
         rays = None
         if camera_conditions is not None:
             given = None
@@ -288,7 +288,7 @@ class SanaWMTransformer3DModel(ConfiguredModel, host.SanaWMTransformer3DModel):
 
         # 4. Back to latents
         sample = self.unpatchify(self.final_layer(x, embedded), *size)
-        new_state = end(self, states, clip) if output_state else None
+        new_state = end(self, state, states, clip) if output_state else None
         return output(sample, new_state, return_dict)
 
     def state_shapes(self, batch: int, tokens: int, kept: int, camera: bool) -> list[dict[str, tuple[int, ...]]]:
