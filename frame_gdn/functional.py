@@ -101,8 +101,7 @@ def short_conv(
         fused_out: Tensor = _operators().short_conv(*tokens, weight, ends)
         return fused_out.view(x.shape)
     taps = weight[:, 0].to(x.dtype).unbind(-1)
-    beyond = x.new_zeros(x.shape[0], K - 1, *x.shape[2:])
-    seen = torch.cat([beyond if past is None else past, x, beyond if future is None else future], 1)
+    seen = _between(past, x, future, K - 1)
     in_chunk = None if ends is None else ends.frames_after(T, x.device)
     out = x * taps[-1]
     for j in range(1, K):
@@ -334,11 +333,16 @@ def temporal_conv(
     return x + F.linear(temporal_windows(x, past, future, ends), weight)
 
 
+def _between(past: Tensor | None, x: Tensor, future: Tensor | None, reach: int) -> Tensor:
+    """x (B, T, ..., C) between `reach` frames before it and as many after it, zeros for None."""
+    beyond = x.new_zeros(x.shape[0], reach, *x.shape[2:])
+    return torch.cat([beyond if past is None else past, x, beyond if future is None else future], 1)
+
+
 def temporal_windows(x: Tensor, past: Tensor | None, future: Tensor | None, ends: ChunkEnds | None) -> Tensor:
     """[x_{t-1}, x_t, x_{t+1}] side by side, (B, T, S, 3 C), zeros past a chunk's end; arguments as in
     `temporal_conv`."""
-    beyond = x.new_zeros(x.shape[0], 1, *x.shape[2:])
-    frames = torch.cat([beyond if past is None else past, x, beyond if future is None else future], 1)
+    frames = _between(past, x, future, 1)
     before, after = frames[:, :-2], frames[:, 2:]
     if ends is not None:
         after = after.masked_fill((ends.frames_after(x.shape[1], x.device) == 0)[:, None, None], 0)

@@ -232,7 +232,7 @@ def _query_gradient_kernel(
 
 
 @triton.jit
-def _wide_project_kernel(
+def _blocked_project_kernel(
     q, q_rot, beta, mask_ptr, tables, states, out, eps, shape,
     D: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
     ROTARY: tl.constexpr, WEIGHT: tl.constexpr, HAS_MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr,
@@ -266,7 +266,7 @@ def _wide_project_kernel(
 
 
 @triton.jit
-def _wide_query_gradient_kernel(
+def _blocked_query_gradient_kernel(
     dout, q, q_rot, mask_ptr, tables, states, dq, dq_rot, dX_ptr, weight_ptr, dden_ptr, eps, shape, dden_block,
     D: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr, ONLY_DEN: tl.constexpr,
     ROTARY: tl.constexpr, HAS_MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
@@ -379,12 +379,12 @@ TOKEN_GRADIENT_TILES: dict[str, Tiles] = {
 }
 
 
-_WIDE_PROJECT_TILES: dict[str, Tiles] = {
+_BLOCKED_PROJECT_TILES: dict[str, Tiles] = {
     "tf32x3": [{"BN": 64, "num_warps": 8}, {"BN": 32, "num_warps": 8}],
 }
 
 
-_WIDE_QUERY_TILES: dict[str, Tiles] = {
+_BLOCKED_QUERY_TILES: dict[str, Tiles] = {
     "tf32": [{"BN": 64, "num_warps": 8}, {"BN": 32, "num_warps": 8}],
     "tf32x3": [{"BN": 64, "num_warps": 8}, {"BN": 32, "num_warps": 8}],
 }
@@ -430,18 +430,18 @@ def project_tokens(
     T = x.decay.shape[1]
     out = torch.empty(B, N, H, D, dtype=q.dtype, device=q.device)
     precision = settings.token_precision(q.dtype)
-    wide = D > 128 and precision != "tf32"
+    blocked = D > 128 and precision != "tf32"
     BD, NB = (64, cdiv(D, 64)) if precision != "tf32" and D > 64 else channel_blocks(D)
     if out.numel():
         int64 = needs_int64(N // T, q, rotary.tokens, weight[0], out)
         settings.launcher.launch(
-            _wide_project_kernel if wide else _project_kernel, lambda tile: B * T * H * NB,
+            _blocked_project_kernel if blocked else _project_kernel, lambda tile: B * T * H * NB,
             (strided(q), strided(rotary.tokens), strided(weight[0]), mask_of(x, q), rotary.tables, both(states),
              strided(out), eps, (H, T, N // T)),
             {"D": D, "ROWS": D if states.z is None else D + 1, "BD": BD, "NB": NB, "ROTARY": rotary.source,
              "WEIGHT": weight[1], "HAS_MASK": x.mask is not None, "INT64": int64, "REVERSE": states.R is not None,
              "PRECISION": precision},
-            (_WIDE_PROJECT_TILES if wide else _PROJECT_TILES)[precision],
+            (_BLOCKED_PROJECT_TILES if blocked else _PROJECT_TILES)[precision],
         )  # fmt: skip
     return out
 
@@ -471,9 +471,9 @@ def project_backward(
             dden = torch.empty(NB, *weight.shape, dtype=torch.float32, device=q.device)
             for only_den in (True, False)[ROWS == D :]:
                 settings.launcher.launch(
-                    _wide_query_gradient_kernel, lambda tile: B * T * H * NB,
+                    _blocked_query_gradient_kernel, lambda tile: B * T * H * NB,
                     (*inputs, strided(dq), strided(dq_rot), dX, weight, dden, eps, shape, weight.numel()),
-                    {**options, "NB": NB, "ONLY_DEN": only_den}, _WIDE_QUERY_TILES[precision],
+                    {**options, "NB": NB, "ONLY_DEN": only_den}, _BLOCKED_QUERY_TILES[precision],
                 )  # fmt: skip
         else:
             settings.launcher.launch(

@@ -267,7 +267,7 @@ def _key_gradient_kernel(
 
 
 @triton.jit
-def _wide_key_gradient_kernel(
+def _blocked_key_gradient_kernel(
     k, k_rot, v, beta, mask_ptr, tables, adjoints, dA_ptr, dA_z_ptr, dk, dk_rot, dbeta, shape, dbeta_block,
     D: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BN: tl.constexpr,
     ROTARY: tl.constexpr, HAS_MASK: tl.constexpr, INT64: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
@@ -350,7 +350,7 @@ _TRANSITIONS_TILES: dict[str, Tiles] = {
 _TRANSITION_GRADIENT_TILES: Tiles = [{"num_warps": 8}]
 
 
-_WIDE_KEY_TILES: dict[str, Tiles] = {
+_BLOCKED_KEY_TILES: dict[str, Tiles] = {
     "tf32": [{"BN": 64, "num_warps": 8}, {"BN": 32, "num_warps": 8}],
     "tf32x3": [{"BN": 32, "num_warps": 8}],
 }
@@ -420,8 +420,8 @@ def transitions_backward(
                    "INT64": int64, "REVERSE": states.R is not None, "PRECISION": precision}  # fmt: skip
         if NB > 1:
             settings.launcher.launch(
-                _wide_key_gradient_kernel, lambda tile: B * T * H * NB, (*arguments, dbeta.stride(0)),
-                {**options, "NB": NB}, _WIDE_KEY_TILES[precision],
+                _blocked_key_gradient_kernel, lambda tile: B * T * H * NB, (*arguments, dbeta.stride(0)),
+                {**options, "NB": NB}, _BLOCKED_KEY_TILES[precision],
             )  # fmt: skip
         else:
             settings.launcher.launch(
