@@ -249,7 +249,8 @@ class SanaVideoTransformer3DModel(GatedModel, host.SanaVideoTransformer3DModel):
             for mask in (attention_mask, encoder_attention_mask)
         )  # 1 or 0 a token as a bias
         batch = len(hidden_states)
-        x = rearrange(self.patch_embedding(hidden_states), "b c t h w -> b (t h w) c")
+        # Contiguous, as every block leaves it: the first one is then no other graph to torch.compile.
+        x = rearrange(self.patch_embedding(hidden_states), "b c t h w -> b (t h w) c").contiguous()
 
         levels = {"batch_size": batch} if guidance is None else {"guidance": guidance}
         modulation, embedded = self.time_embed(timestep.flatten(), **levels, hidden_dtype=x.dtype)

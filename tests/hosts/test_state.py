@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from frame_gdn import swap
 from tests.helpers import fill_randomly, relative_error
@@ -205,6 +206,16 @@ def test_blocks_that_are_not_swapped_have_no_state() -> None:
     model = swap(warm_start.tiny_model("sana_video"), blocks=[0])
     with pytest.raises(ValueError, match="all blocks swapped"):
         model(**clip_inputs("sana_video"), output_state=True)
+
+
+@pytest.mark.long
+def test_compiled_blocks_roll_out_with_a_graph_for_the_first_chunk_and_one_for_the_others() -> None:
+    model, inputs = rolling_model("sana_video"), clip_inputs("sana_video", frames=13)
+    expected, _ = rolled("sana_video", model, inputs, (*BORDERS, 13))
+    counter = CompileCounterWithBackend("aot_eager")
+    model.compile_repeated_blocks(fullgraph=True, backend=counter)
+    assert torch.equal(rolled("sana_video", model, inputs, (*BORDERS, 13))[0], expected)
+    assert counter.frame_count == 2
 
 
 # --- a window -----------------------------------------------------------------------------------------------
