@@ -56,8 +56,9 @@ class _Attention(Swapped):
                 )
             projected = self.q_proj_cam(seen), self.k_proj_cam(seen), self.v_proj_cam(seen)
             cam = self._camera(self._qkv(projected, "_cam", clip, carried), gates, rays, clip, carried)
-            out = out + self.out_proj_cam(cam.flatten(2)).view(out.shape)
-        out = out.flatten(2)
+            cam = self.out_proj_cam(rearrange(cam, "b n h d -> b n (h d)"))
+            out = out + rearrange(cam, "b n (h d) -> b n h d", h=self.heads)
+        out = rearrange(out, "b n h d -> b n (h d)")
         if self.output_gate is not None:
             out = functional.silu_gate(out, self.output_gate(x), x.dtype, self.backend)
         projection: Tensor = self.proj(out.to(x.dtype))

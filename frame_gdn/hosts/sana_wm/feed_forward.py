@@ -48,16 +48,16 @@ class GLUMBConvTemp(Swapped, host.GLUMBConvTemp):
         """(B, N, C) -> (B, N, C); `carried`: what a rollout carries."""
         frames, height, width = HW
         clip = clip or locate(self, hidden_states, frames)
-        images = hidden_states.reshape(-1, height, width, hidden_states.shape[-1]).permute(0, 3, 1, 2)
+        images = rearrange(hidden_states, "b (t h w) c -> (b t) c h w", h=height, w=width)
         fused = self._can_fuse(images)
         parts = [self._spatial(some, fused) for some in images.split(self._images_at_once(images, fused))]
         x = parts[0] if len(parts) == 1 else torch.cat(parts)
-        x = x.flatten(2).unflatten(0, (-1, frames)).transpose(1, 2)  # (B, C, T, S)
+        x = rearrange(x, "(b t) c h w -> b c t (h w)", t=frames)
         past = None if carried is None else carried.past.get("ff.tail")
         if carried is not None and clip.active is not None:
             carried.keep_tail("ff.tail", rearrange(x, "b c t s -> b t s c"), self.reach, clip, self.group)
         x = x + self._temporal(x, past, clip)
-        return x.permute(0, 2, 3, 1).reshape(hidden_states.shape)
+        return rearrange(x, "b c t s -> b (t s) c")
 
     def _can_fuse(self, images: Tensor) -> bool:
         """Whether the activations are those of the kernel, and nothing stands around the depthwise convolution."""
@@ -120,9 +120,9 @@ class GLUMBConvTemp(Swapped, host.GLUMBConvTemp):
         parts = []
         for (frames, beyond), firsts in alike:
             seen = around[:, :, firsts[0] : firsts[-1] + reach + frames + beyond]
-            windows = seen.unfold(2, reach + frames + beyond, frames).permute(0, 2, 1, 4, 3)
-            out = self.t_conv(windows.flatten(0, 1))[:, :, reach : reach + frames]
-            parts.append(out.unflatten(0, windows.shape[:2]).permute(0, 2, 1, 3, 4).flatten(2, 3))
+            windows = rearrange(seen.unfold(2, reach + frames + beyond, frames), "b c n s t -> (b n) c t s")
+            out = self.t_conv(windows)[:, :, reach : reach + frames]
+            parts.append(rearrange(out, "(b n) c t s -> b c (n t) s", b=len(x)))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
