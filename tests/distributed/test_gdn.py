@@ -314,3 +314,25 @@ def disagreements(rank, size):
 
 def test_disagreement_is_a_value_error_on_every_rank():
     run_ranks(2, disagreements)
+
+
+def ask_for_more_than_first_derivatives(rank, size):
+    tensors, _ = clip(T=size, S=2, D=4)
+    given = {name: t.detach() for name, t in tensors.items() if name not in ("S0", "z0")}
+    own = {name: t.unflatten(1, (size, -1))[:, rank].clone() for name, t in given.items()}
+    own["v"].requires_grad_()
+
+    def scan(v):
+        out, _ = bidirectional_gdn(**{**own, "v": v}, group=dist.group.WORLD, frames_per_rank=[1] * size)
+        return out
+
+    with pytest.raises(NotImplementedError, match="over ranks the frame scan has first derivatives"):
+        torch.func.vmap(scan)(own["v"].detach()[None])
+    (gradient,) = torch.autograd.grad(scan(own["v"]).sum(), own["v"])
+    assert torch.isfinite(gradient).all()
+    with pytest.raises(NotImplementedError, match="no torch.func transform, .* or create_graph=True"):
+        torch.autograd.grad(scan(own["v"]).sum(), own["v"], create_graph=True)
+
+
+def test_more_than_first_derivatives_over_ranks_are_refused_by_name():
+    run_ranks(2, ask_for_more_than_first_derivatives)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.func import vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from frame_gdn import bidirectional_gdn, cp_frame_gdn_scan, parallel
@@ -65,6 +66,15 @@ def test_the_plain_backend_is_float32_whatever_torch_allows(function, lowered):
         found = values_and_gradients(function, inputs, torch.float32)
     errors = [relative_error(x, y) for x, y in zip(found, exact, strict=True)]
     assert max(errors) <= 3e-6, errors
+
+
+def test_the_scans_within_transforms_are_float32_whatever_torch_allows(lowered):
+    for function in (primitive, clip):
+        inputs = inputs_of(function)
+        exact = function(*inputs)[0]
+        with Tf32Products():
+            found = vmap(lambda *x, function=function: function(*x)[0])(*(x.float()[None] for x in inputs))[0]
+        assert relative_error(found, exact) <= 3e-6
 
 
 def test_what_ranks_compose_is_float32_whatever_torch_allows(lowered):
