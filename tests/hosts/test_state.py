@@ -15,6 +15,8 @@ from tests.helpers import fill_randomly, relative_error
 
 pytest.importorskip("diffusers", minversion="0.42")
 
+from diffusers.models.transformers import transformer_sana_wm
+
 from frame_gdn.hosts import sana_wm as sana_wm_host
 from frame_gdn.rollout_state import RolloutState
 from tests.hosts import sana_wm, warm_start
@@ -280,6 +282,43 @@ def test_every_reading_of_sana_wm_changes_the_output_is_kept_and_rolls(
     for host in ("sana_video", "wan"):
         with pytest.raises(ValueError, match=option):
             swap(warm_start.tiny_model(host), **{option: value})
+
+
+def test_a_camera_that_is_not_rescaled_is_diffusers_without_its_rescaling(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = sana_wm.tiny_model(num_layers=1), clip_inputs("sana_wm", frames=2, batch=1)
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(transformer_sana_wm, "_downscale_to_reference_rms", lambda reference, x, eps=1e-6: x)
+        expected = model(**inputs).sample
+    swap(model, camera_rescale=False)
+    for backend in ("torch", "triton"):
+        with torch.no_grad():
+            assert relative_error(swap(model, backend=backend)(**inputs).sample, expected) <= 1e-5
+
+
+def test_a_camera_convolution_without_a_past_sees_zeros_where_the_tail_would_be() -> None:
+    model, inputs = rolling_model("sana_wm"), clip_inputs("sana_wm", frames=7)
+    _, state = rolled("sana_wm", model, inputs, (0, 4))
+    blocks = [{k: torch.zeros_like(t) if k == "cam.conv_tail" else t for k, t in b.items()} for b in state.blocks]
+    with torch.no_grad():
+        expected = model(**cut("sana_wm", inputs, 4, 7), state=replace(state, blocks=blocks)).sample
+        whole = swap(model, camera_conv_past=False)(**inputs).sample
+    assert relative_error(whole[:, :, 4:], expected) <= 1e-5
+
+
+def test_a_softmax_scale_is_that_of_both_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sana_wm_host, "HALF", torch.bfloat16)  # as diffusers rounds
+    model, inputs = sana_wm.tiny_model(num_layers=2, softmax_every_n=2), clip_inputs("sana_wm")
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def scaled(*args: Any, **options: Any) -> Tensor:
+        own = args and args[0].shape[-2] == args[1].shape[-2] == FRAMES * TOKENS  # cross-attention names its arguments
+        return attention(*args, **{**options, **({"scale": 0.5} if own else {})})
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", scaled)
+        expected = model(**inputs).sample
+    with torch.no_grad():
+        assert relative_error(swap(model, softmax_scale=0.5)(**inputs).sample, expected) <= 1e-5
 
 
 def test_readings_default_to_those_of_diffusers_and_are_not_written_to_disk(tmp_path: Path) -> None:
