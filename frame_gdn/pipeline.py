@@ -380,16 +380,21 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
                 f"prompt_embeds is {checks.shown(embeds)}, but the transformer's cross_attention_dim is {width}: "
                 "both or neither"
             )
-        if mask is not None and (embeds is None or isinstance(embeds, (list, tuple, Iterator))):
-            raise ValueError("prompt_attention_mask is for one tensor of prompt_embeds, which is not given")
         if embeds is None:
+            if mask is not None:
+                raise ValueError("prompt_attention_mask is for prompt_embeds, which are not given")
             return None
 
         def of_chunk(value: Any) -> tuple[Tensor, Tensor | None]:
             own, own_mask = value if isinstance(value, (list, tuple)) and len(value) == 2 else (value, mask)
             return self._text("prompt_embeds", own, "prompt_attention_mask", own_mask, batch)
 
-        return EachChunk("prompt_embeds", embeds, of_chunk, num_chunks)
+        chunks = EachChunk("prompt_embeds", embeds, of_chunk, num_chunks)
+        if mask is not None and not isinstance(embeds, Tensor):
+            raise ValueError(
+                "prompt_attention_mask is for one tensor of prompt_embeds: by chunk, give pairs with masks"
+            )
+        return chunks
 
     def _check_negative(
         self, embeds: Tensor | None, mask: Tensor | None, batch: int, guided: bool

@@ -31,7 +31,7 @@ class EachChunk:
         self._always = self._values = None
         if isinstance(given, Tensor):
             self._always = check(given)
-        elif isinstance(given, (list, tuple)):
+        elif isinstance(given, (list, tuple)) and all(isinstance(value, (Tensor, list, tuple)) for value in given):
             if num_chunks is not None and len(given) < num_chunks:
                 raise ValueError(f"{name} is given for {len(given)} chunks, num_chunks is {num_chunks}")
             self._values = iter([check(value) for value in given])
