@@ -9,9 +9,10 @@ TEST = $(VENV)/.installed-test
 
 # Where `make test-lowest` installs, and what it runs: each part of the package, and what each dependency is used for.
 LOWEST ?= /tmp/frame_gdn-lowest
-LOWEST_TESTS = $(addprefix tests/,test_bare_import.py test_bad_input.py test_gdn.py test_layer.py test_ops.py \
-    test_decoding.py test_rollout_script.py kernels/test_operators.py kernels/test_steps.py hosts/test_gates.py \
-    hosts/test_wan.py models training)
+LOWEST_TESTS = $(addprefix tests/,test_bare_import.py test_bad_input.py test_gdn.py test_differentiation.py \
+    test_layer.py test_ops.py test_decoding.py test_rollout_script.py kernels/test_backends.py \
+    kernels/test_operators.py kernels/test_steps.py hosts/test_gates.py hosts/test_wan.py \
+    hosts/test_before_and_after.py models training)
 
 .PHONY: demo test test-long test-lowest lint venv
 

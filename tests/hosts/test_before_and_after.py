@@ -25,10 +25,16 @@ from frame_gdn import swap, unswap
 from tests.helpers import relative_error
 from tests.hosts import warm_start
 
-sana_wm = pytest.importorskip("tests.hosts.sana_wm", reason="diffusers has no SANA-WM", exc_type=ImportError)
+try:
+    from tests.hosts import sana_wm
+except ImportError:  # a diffusers that is older than it
+    HOSTS: tuple[str, ...] = ("sana_video", "wan")
+else:
+    HOSTS = ("sana_wm", "sana_video", "wan")
 
-HOSTS = ("sana_wm", "sana_video", "wan")
 FRAMES = 3
+#: What sums in float32 may differ by where memory lies otherwise.
+ROUNDING = 1e-6
 
 
 def stock(host: str) -> Any:
@@ -148,7 +154,7 @@ def after(*steps: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return change
 
 
-#: Hosts without SANA-WM, which has no adapters and no processors.
+#: Hosts with adapters and processors, which SANA-WM has not.
 MIXED_IN = ("sana_video", "wan")
 
 #: What is done: name -> (what, what the output may move by, on which hosts).
@@ -181,7 +187,7 @@ ACTIONS: dict[str, tuple[Callable[[Any], Any], float, tuple[str, ...]]] = {
     "fused projections": (after(lambda m: m.fuse_qkv_projections()), 1e-6, MIXED_IN),
     "quantised": (quantised, 5e-2, HOSTS),
     "dynamically quantised": (
-        lambda m: torch.ao.quantization.quantize_dynamic(m, {nn.Linear}, torch.qint8), 0.2, ("sana_wm", "sana_video"),
+        lambda m: torch.ao.quantization.quantize_dynamic(m, {nn.Linear}, torch.qint8), 0.2, HOSTS[:-1],
     ),
     "layerwise casting": (
         after(lambda m: m.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)), 0.2, ("wan",),
@@ -231,7 +237,7 @@ def test_an_action_before_and_after_a_swap_does_what_it_does_to_the_stock_model(
             continue
         model = make()
         out = run(model, inputs)
-        assert relative_error(out.float(), expected(host).float()) <= bound + 1e-12
+        assert relative_error(out.float(), expected(host).float()) <= bound + ROUNDING
         of_swapped = facts(model)
         assert {n: of_swapped.get(n) for n in facts(plain)} == facts(plain) or name in ("quantised",)
         assert [m.training for m in (model, plain)] == [plain.training] * 2
@@ -250,7 +256,7 @@ def test_weights_go_into_a_swapped_model_that_was_made_without_memory(host: str)
         model = type(original)(**original.config)
     swap(model).load_state_dict(state, assign=True)
     assert not any(t.is_meta for t in model.state_dict().values())
-    assert torch.equal(run(model.eval(), inputs_of(host)), expected(host))
+    assert relative_error(run(model.eval(), inputs_of(host)), expected(host)) <= ROUNDING
 
 
 @pytest.mark.parametrize("host", MIXED_IN)
@@ -273,7 +279,7 @@ def test_wrappers_after_a_swap(host: str, tmp_path: Path) -> None:
             Accelerator(cpu=True).prepare,
         ):
             model = wrap(swap(stock(host)))
-            assert torch.equal(run(model, inputs_of(host)).detach(), expected(host))
+            assert relative_error(run(model, inputs_of(host)), expected(host)) <= ROUNDING
             if model is not getattr(model, "module", model):
                 with pytest.raises(ValueError, match="is not known"):
                     swap(model)
