@@ -17,7 +17,7 @@ SANA_WM_PLOT = HERE / "results" / "sana_wm.png"
 README = HERE.parent / "README.md"
 NAMES = {
     "ours": "frame_gdn, Triton",
-    "ours_given": "the same, rotated tokens handed in",
+    "ours_given": "the same, rotated q and k passed in",
     "sglang": "sglang's Triton kernels (inference only)",
     "torch": "frame_gdn, plain PyTorch",
     "diffusers": "diffusers, eager",
@@ -51,7 +51,7 @@ def table(raw: dict[str, Any]) -> str:
         both = "–" if train is None else f"{milliseconds(statistics.median(train['ms']))} ms"
         lines.append(f"| {label} | {times} | {found['error']:.1e} | {found['extra_peak_gib']:.2f} GiB | {both} |")
     floors = " | ".join(milliseconds(raw[f"forward_t{T}"]["floor_ms"]) for T in FRAMES)
-    lines.append(f"| floor: q, k, v, out once at a copy's speed | {floors} | | | |")
+    lines.append(f"| lower bound: q, k, v and out once each at the speed of a copy | {floors} | | | |")
     lines += [
         "",
         f"B {shape['B']}, H {shape['H']}, D {shape['D']}, S {shape['S']}, {shape['dtype']}; {raw['device']}, "
@@ -67,7 +67,7 @@ def table(raw: dict[str, Any]) -> str:
 
 
 def section(readme: str, name: str, content: str) -> str:
-    """The README with what stands between one section's marks made anew."""
+    """The README with the text between the marks of one section replaced."""
     begin, end = f"<!-- {name}: python -m benchmarks.report -->\n", f"<!-- {name} ends -->\n"
     before, rest = readme.split(begin)
     _, after = rest.split(end)
@@ -75,7 +75,7 @@ def section(readme: str, name: str, content: str) -> str:
 
 
 def filled(readme: str) -> str:
-    """The README with its tables made anew."""
+    """The README with its tables written again."""
     readme = section(readme, "scan", table(json.loads(RESULTS.read_text())))
     if LAYER.exists():
         readme = section(readme, "layer", layer.table(json.loads(LAYER.read_text())))
@@ -96,7 +96,7 @@ def plot(raw: dict[str, Any]) -> None:
         times = [median(raw, f"forward_t{T}", name) for T in FRAMES]
         if None not in times:
             axes.plot(FRAMES, times, marker="o", label=label)
-    axes.plot(FRAMES, [raw[f"forward_t{T}"]["floor_ms"] for T in FRAMES], "k--", label="floor by memory traffic")
+    axes.plot(FRAMES, [raw[f"forward_t{T}"]["floor_ms"] for T in FRAMES], "k--", label="lower bound by memory traffic")
     axes.set(xscale="log", yscale="log", xlabel="latent frames T", ylabel="forward, ms", xticks=FRAMES)
     axes.set_xticklabels([str(T) for T in FRAMES])
     axes.minorticks_off()
