@@ -1,6 +1,6 @@
 """Train a video diffusion transformer on video clips, over as many ranks as there are.
 
-    accelerate launch train.py --config configs/demo.yaml --output_dir runs/mine --learning_rate 5e-4
+    accelerate launch --multi_gpu --num_processes 2 train.py --config configs/demo.yaml --output_dir runs/mine
 
 accelerate owns the processes. `--cp_size` of them share the frames of one clip (a context-parallel group); the groups
 are data parallel. The options are in `training/config.py`.
