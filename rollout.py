@@ -1,4 +1,4 @@
-"""Continue a video with a model that train.py saved: chunk after chunk, each in view of all that came before.
+"""Continue a video with a model that train.py saved: chunk by chunk; each chunk sees all earlier ones.
 
 python rollout.py --model runs/demo --first_frames clip.mp4 --num_chunks 8 --output film.mp4
 

@@ -99,7 +99,7 @@ def on_host(host: nn.Module, T: int, size: Json, angle: Tensor) -> Forward:
 
 
 def contestants(layer: BidirectionalGDN, host: nn.Module | None, T: int, size: Json, angle: Tensor) -> Json:
-    """By name, a forward and the parameters that it meets."""
+    """By name, a forward pass and the parameters that it uses."""
     weights = [p for _, p in sorted(layer.named_parameters())]
     found: Json = {
         "ours": (on_backend(layer, "triton", T, angle), weights),

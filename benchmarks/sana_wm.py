@@ -3,7 +3,7 @@
 Needs a GPU of 64 GiB or more and diffusers 0.42 (`--peers DIR` imports it from the folder that `python -m
 benchmarks.peers` filled). The released size with random weights, the zero-initialised convolutions and plücker
 embedding filled, camera on, batch 1, 22 x 40 latents, bfloat16. One model: `swap` and `unswap` turn it from one
-contestant into the other around the same parameters, and the two are timed in turn.
+contestant into the other around the same parameters, and the two are timed alternately.
 
 - forward: T 21, 41, 121 latent frames (161, 321, 961 video frames)
 - train: forward with gradient checkpointing and backward, T 21, 41; no optimizer step
@@ -72,7 +72,7 @@ def build(config: Json, device: torch.device) -> nn.Module:
 
 def make_inputs(model: nn.Module, frames: int, height: int, width: int) -> Inputs:
     """Noise and text of 300 tokens, half of them padding; a camera that moves forward and turns. All in the model's
-    dtype, as diffusers' pipeline hands it over."""
+    dtype, as diffusers' pipeline passes it."""
     like, config = next(model.parameters()), model.config
     generator = torch.Generator().manual_seed(frames)
     angle = 0.02 * torch.arange(frames)
@@ -138,7 +138,7 @@ def contest(
     repetitions: int,
     contestants: dict[str, Callable[[nn.Module], nn.Module]],
 ) -> Json:
-    """The contestants in turn: milliseconds of every repetition, and the peak of allocated memory, weights included;
+    """Interleaved contestants: milliseconds of every repetition, and the peak of allocated memory, weights included;
     the first round compiles kernels and is not counted."""
     times: dict[str, list[float]] = defaultdict(list)
     peaks: dict[str, float] = {}

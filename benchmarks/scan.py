@@ -3,12 +3,12 @@
 Needs a GPU, and the peers that `python -m benchmarks.peers` fetched (`--peers none` leaves their figures null).
 One run, one set of inputs at SANA-WM's size, contestants interleaved:
 
-- ours: `bidirectional_gdn`, rotary from tables inside the kernels; ours_given: the same with q_rot and k_rot handed in
+- ours: `bidirectional_gdn`, rotary from tables inside the kernels; ours_given: the same with q_rot and k_rot given
 - torch: the plain PyTorch backend
 - diffusers: the scan of its SANA-WM transformer, eager
 - sglang: its Triton kernels in their default configuration; inference only
 
-A repetition times every contestant in turn and keeps the median of three calls. A timed call follows work that empties
+A repetition times each contestant in order and keeps the median of three calls. A timed call follows work that empties
 the L2 cache and keeps the GPU busy while the call's kernels are being launched (`ms`); `call_ms` is one call seen from
 Python, from an idle GPU to an idle GPU. No contestant of ours is timed whose error against float64 is beyond its bar.
 """

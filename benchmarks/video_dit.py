@@ -3,7 +3,7 @@
 Needs a GPU of 40 GiB or more and diffusers. The size of SANA-WM with random weights, 22 x 40 latents of 128 channels,
 batch 1, bfloat16; without a text (1.57 B parameters) and, in the parts named so, with one of 300 tokens, half of them
 padding. The code before is a git worktree of commit `BEFORE`, or the folder that `--before` names, which holds that
-commit's `frame_gdn/` and `models/`. Each of the two has a process of its own, and the two are timed in turn.
+commit's `frame_gdn/` and `models/`. Each of the two has a process of its own, and the two are timed alternately.
 
 - forward: T 41 and T 121 latent frames; T 41 with a text
 - train: forward with gradient checkpointing and backward, T 41; no optimizer step
@@ -185,7 +185,7 @@ class Contestant:
             print("answer " + json.dumps(answer), flush=True)
 
 
-# --- both in turn -------------------------------------------------------------------------------------------------
+# --- both, alternately ---------------------------------------------------------------------------------------------
 
 
 class Process:

@@ -4,7 +4,7 @@
     python examples/finetune_sana_video.py --model FOLDER_OR_HUB_NAME --shards FOLDER [train.py's options ...]
 
 FOLDER_OR_HUB_NAME is a pipeline's, of which the transformer is taken; the shards are what `python -m training.encode`
-makes of videos with that pipeline's VAE and text encoder. The result stands in --output_dir:
+makes of videos with that pipeline's VAE and text encoder. The result is written to --output_dir:
 
     from frame_gdn.hosts.sana_video import SanaVideoTransformer3DModel
     SanaVideoTransformer3DModel.from_pretrained(output_dir, subfolder="transformer")

@@ -102,7 +102,7 @@ def tensor(
     """A dense tensor.
 
     Args:
-        shape: a size a dimension; a name in place of a size stands for any.
+        shape: a size a dimension; a name in place of a size admits any size.
         dtype: the one that is wanted; None: any of `FLOATS`.
         device: the one that is wanted; None: any.
         beside: name and tensor of the argument that says which; its device is wanted.

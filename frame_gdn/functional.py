@@ -5,7 +5,7 @@ token once, forward and backward. It is taken where `fused` says so, which is th
 against float64 is at most twice that of the plain form in the same dtype.
 
 Tokens are (B, N, C) or (B, N, H, D), N = T·S frame-major. Modulations are one row a frame, (B, T, C). A mask is (B, T)
-bool, True for active frames; what stands in the others is selected away, never multiplied, so that no NaN passes.
+bool, True for active frames; the content of the others is replaced by zeros, not multiplied, so that no NaN passes.
 """
 
 import math

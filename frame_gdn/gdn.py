@@ -120,9 +120,9 @@ def bidirectional_gdn(
         decay: (B, T, H), the factor in (0, 1], never its logarithm.
         q_rot, k_rot: (B, N, H, D) in q's dtype, the numerator's q and k after rotary embedding; None: the plain ones.
         rotary: in place of q_rot and k_rot, (cos, sin), each (N, D/2): the numerator's q and k are the plain ones with
-            interleaved pairs turned by these tables, inside the kernels where the backend can. Tables get no gradient.
+            interleaved pairs rotated by them, inside the kernels where the backend can. Tables get no gradient.
         mask: (B, T) bool, True = active. A padded frame has transition I and input 0; its output is 0, its gradients
-            are 0, and what stands in it, NaN included, reaches nothing. Where ranks ask for a state: on all or none.
+            are 0, and its content, NaN included, reaches nothing. Where ranks ask for a state: on all or none.
         initial_state: enters the forward recurrence of the group's first rank. Its gradient is each rank's share.
         output_final_state: return the state after the last active frame, the same on all ranks.
         chunk_frames: None: reverse over the whole clip; c: reverse cut every c frames of the whole clip; 1: causal.

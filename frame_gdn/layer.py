@@ -277,7 +277,7 @@ class BidirectionalGDN(FrameSharded):
         if rank == 0:
             held = torch.cat([k.new_zeros(B, width, *k.shape[2:]) if came is None else came, k], 1)
         tails_at = sorted({frame for end in ends for frame in range(end, end + width)}) if output_tail else []
-        start = sum(counts[:rank])  # frame t of the clip stands at t + width among what is held
+        start = sum(counts[:rank])  # frame t of the clip is frame t + width of `held`
         wanted, first = [], 0
         for count in counts:
             stop = first + count

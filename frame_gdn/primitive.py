@@ -53,7 +53,7 @@ def cp_frame_gdn_scan(
         U_z: (BH, T_local, D).
         group: the context-parallel group; None or a group of one communicates nothing.
         reverse: the chain of ranks runs from the last to the first. Each rank's tensors are taken in the order given,
-            so the caller hands them over already flipped in time.
+            so the caller passes them already flipped in time.
         truncate_to_active: k, 1 <= k <= total frames: frames >= k, counted in time, are padding (transition I, input
             0). The result is then a `CpFrameGdnScanResult`, with the state after global frame k-1 on every rank (one
             broadcast more forward, one all-reduce more backward: its gradient is summed over the ranks that used it).

@@ -3,7 +3,7 @@
 Names are those of diffusers' example scripts wherever they have one. Options are flat, so `--learning_rate 1e-4` and a
 YAML's `learning_rate: 1e-4` are the same thing; `model:`, `swap:` and `data:` are mappings whose keys are the
 arguments of what they are for (`--model.num_layers 8` on the command line). A key that nobody knows is an error, and
-so is a value outside its option's range, which stands beside its default.
+so is a value outside its option's range; the range is written beside its default.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def arguments_of(target: Callable[..., Any]) -> list[str]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key stands once: the standard asks for it, and PyYAML takes the last one without a word."""
+    """YAML in which each key occurs once, as the standard requires; PyYAML would take the last one silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]

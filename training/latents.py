@@ -102,7 +102,7 @@ class HaarCodec:
 
     def decode_stream(self, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
         for number, chunk in enumerate(chunks):
-            # A latent frame stands alone, but the first of a call is one video frame: let another go before.
+            # The first latent frame of a call is one video frame only: put another one before it.
             yield self.decode(chunk) if number == 0 else self.decode(torch.cat([chunk[:, :1], chunk], 1))[1:]
 
     def describe(self) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def sample_noise(
 ) -> Noise:
     """Noise and noise levels of whole clips, each drawn from (seed, the sample's number in the run) alone.
 
-    So the same sample meets the same noise however a global batch is laid out over ranks and micro-batches, and in a
+    So the same sample gets the same noise however a global batch is laid out over ranks and micro-batches, and in a
     resumed run.
 
     Args:

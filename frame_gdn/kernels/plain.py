@@ -109,7 +109,7 @@ def transitions_backward(
 
 
 def states_before(states: Tensor, entering: Tensor | None, dim: int = 2) -> Tensor:
-    """The state that each frame of a forward scan meets: the one that entered, then all but the last."""
+    """The state before each frame of a forward scan: the one that entered, then all but the last."""
     T = states.shape[dim]
     first = torch.zeros_like(states.narrow(dim, 0, min(T, 1))) if entering is None else entering.unsqueeze(dim)
     return torch.cat([first, states.narrow(dim, 0, T - 1)], dim) if T else states
@@ -168,7 +168,7 @@ def _row(x: Tensor | None) -> Tensor | None:
 def scan_states(tr: Transitions, entering: Edges, ends: Sequence[bool], reverse: bool) -> tuple[States, Edges]:
     """Both directions of both states. `ends` marks the frames that are the last of their chunk.
 
-    Returns what every frame meets, and what leaves the shard (S, z after frame T-1; R, y before frame 0).
+    Returns the states that every frame reads, and what leaves the shard (S, z after frame T-1; R, y before frame 0).
     """
     S = scan(tr.W, tr.U, entering.S)
     z = R = y = R_out = y_out = None
@@ -187,7 +187,7 @@ def scan_states(tr: Transitions, entering: Edges, ends: Sequence[bool], reverse:
 def scan_states_adjoint(
     tr: Transitions, dX: Tensor, dx: Tensor | None, entering: Edges, ends: Sequence[bool], reverse: bool
 ) -> tuple[States, Edges]:
-    """The adjoints G, gamma of S, z and F, phi of R, y, from the gradients dX, dx of what the queries met.
+    """The adjoints G, gamma of S, z and F, phi of R, y, from the gradients dX, dx of the states that the queries read.
 
     Gradients obey the same recurrences backwards: `entering.S`, `entering.z` arrive at frame T-1, `entering.R`,
     `entering.y` at frame 0, and what leaves does so at the other edge.

@@ -40,7 +40,7 @@ class Transitions(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """States that stand at a shard's two edges: S, z on the side of frame 0, R, y on the side of frame T-1.
+    """States at the two edges of a shard: S, z on the side of frame 0, R, y on the side of frame T-1.
 
     The same four fields hold what enters a shard and what leaves it; None is zero.
     """
