@@ -1,4 +1,4 @@
-"""Frame-wise Gated DeltaNet attention for video diffusion: fast on one GPU, exact across many, streaming on and on."""
+"""Frame-wise Gated DeltaNet attention for video diffusion: one GPU, sharded over many, or streamed chunk by chunk."""
 
 import importlib.util
 from typing import TYPE_CHECKING, Any

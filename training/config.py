@@ -2,7 +2,7 @@
 
 Names are those of diffusers' example scripts wherever they have one. Options are flat, so `--learning_rate 1e-4` and a
 YAML's `learning_rate: 1e-4` are the same thing; `model:`, `swap:` and `data:` are mappings whose keys are the
-arguments of what they are for (`--model.num_layers 8` on the command line). A key that nobody knows is an error, and
+arguments of what they are for (`--model.num_layers 8` on the command line). An unknown key is an error, and
 so is a value outside its option's range; the range is written beside its default.
 """
 
