@@ -18,7 +18,7 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -48,7 +48,7 @@ from frame_gdn import FrameGDNRolloutPipeline, parallelize
 from frame_gdn.hosts import SwapOptions
 from models import VideoDiT
 from training.checkpoints import Checkpoints, Metrics, sole_run
-from training.cli import one_line
+from training.cli import run
 from training.config import TrainConfig, parse_config
 from training.data import VideoLatents
 from training.evaluation import check_continuation, continuation_psnr, continue_clip
@@ -64,7 +64,7 @@ from training.hosts import (
 from training.latents import load_codec
 from training.objective import Noise, add_noise, flow_loss, sample_noise, split_frames
 from training.optimization import build_schedule, look_at, parameter_groups, stop_if_diverged
-from training.ranks import RankError, Ranks
+from training.ranks import Ranks
 from training.state import RunState, flush_tree
 from training.stopping import Stop, ignore_signals_but_from_parent
 
@@ -489,11 +489,13 @@ def peak_memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+def command_line(arguments: Sequence[str] | None = None) -> int:
+    """Train as the command line says, and return the exit code."""
+    config = parse_config(arguments, {"model": VideoDiT, "swap": SwapOptions, "data": VideoLatents})
+    # torchrun, which also runs below `accelerate launch`, and accelerate for a single process.
+    is_launched = bool({"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys())
+    return main(config, __launcher__ if is_launched else None)
+
+
 if __name__ == "__main__":
-    try:
-        options = parse_config(sections={"model": VideoDiT, "swap": SwapOptions, "data": VideoLatents})
-        # torchrun, which also runs below `accelerate launch`, and accelerate for a single process.
-        is_launched = bool({"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys())
-        sys.exit(main(options, __launcher__ if is_launched else None))
-    except (ValueError, FloatingPointError, OSError, RankError) as error:
-        sys.exit(f"train.py: {one_line(error)}")
+    sys.exit(run("train.py", command_line))

@@ -8,6 +8,10 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
+from safetensors import SafetensorError
+
+from training.ranks import RankError
+
 Result = TypeVar("Result")
 
 
@@ -37,11 +41,15 @@ def positive(text: str) -> float:
     return number
 
 
+#: What is no fault of the program: options, files, a run that diverges, another rank.
+ERRORS = (ValueError, OSError, FloatingPointError, SafetensorError, RankError)
+
+
 def run(name: str, main: Callable[[], Result]) -> Result:
-    """What main returns. An error in what the user gave ends the process with one line on stderr and exit code 1."""
+    """What main returns. One of `ERRORS` ends the process with one line on stderr and exit code 1."""
     try:
         return main()
-    except (ValueError, OSError) as error:
+    except ERRORS as error:
         sys.exit(f"{name}: {one_line(error)}")
 
 

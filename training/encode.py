@@ -106,7 +106,9 @@ class TextEncoder:
             if library != "transformers":
                 raise ValueError(f"it is of {library}, not of transformers")
             return getattr(transformers, name).from_pretrained(self.folder / part, **options)
-        except (AttributeError, KeyError, OSError, SafetensorError, TypeError, ValueError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # those of transformers are of many classes
             raise ValueError(f"{self.name}: its {part} cannot be loaded: {error}") from error
 
     @property

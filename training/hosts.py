@@ -43,8 +43,10 @@ def load_transformer(name_or_path: str, dtype: torch.dtype, model: dict[str, Any
     subfolder = None if (Path(name_or_path) / "config.json").is_file() else "transformer"
     try:
         config = VideoDiT.load_config(name_or_path, subfolder=subfolder)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{name_or_path} does not hold a transformer: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{name_or_path} does not hold a transformer: its config.json is no JSON object")
     name = config.get("_class_name")
     if name == "VideoDiT":
         if swapping:

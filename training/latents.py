@@ -130,7 +130,7 @@ class VaeCodec:
     ) -> None:
         self.source = self.identify(pretrained_model_name_or_path, subfolder=subfolder, dtype=dtype)
         folder = _vae_folder(pretrained_model_name_or_path, subfolder)
-        vae = load_safely(AutoModel, folder, None, torch_dtype=dtype)
+        vae = load_safely(type(_without_weights(folder)), folder, None, torch_dtype=dtype)
         self.vae = vae.eval().requires_grad_(False).to(device)
         self.mean, self.std = (x.tolist() for x in latent_statistics(self.vae))
         self.channels = len(self.mean)
@@ -155,9 +155,7 @@ class VaeCodec:
     ) -> None:
         """Raises ValueError for a clip of which the VAE would leave something out; its weights are not loaded."""
         folder = _vae_folder(pretrained_model_name_or_path, subfolder)
-        with init_empty_weights():
-            vae = AutoModel.from_config(str(folder))
-        check_clip(*_ratios(vae), num_frames, height, width)
+        check_clip(*_ratios(_without_weights(folder)), num_frames, height, width)
 
     @torch.no_grad()
     def encode(self, video: Tensor) -> Tensor:
@@ -189,6 +187,16 @@ def _vae_folder(name_or_path: str, subfolder: str | None) -> Path:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no VAE: there is no config.json")
     return folder
+
+
+def _without_weights(folder: Path) -> nn.Module:
+    """The VAE of a folder, of whose weights nothing but the shapes are known."""
+    try:
+        with init_empty_weights():
+            vae: nn.Module = AutoModel.from_config(str(folder))
+    except Exception as error:  # diffusers' own are of many classes
+        raise ValueError(f"{folder} holds no VAE that can be built: {error}") from error
+    return vae
 
 
 def _ratios(vae: nn.Module) -> tuple[int, int]:

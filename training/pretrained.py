@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
 
 WEIGHTS = frozenset({".bin", ".json", ".model", ".safetensors"})
 """Suffixes of what a model's results depend on."""
@@ -59,8 +59,13 @@ def weights_digest(folder: Path) -> str:
 
 
 def _configuration(path: Path) -> dict[str, Any]:
-    """A configuration without what says where it was and what wrote it."""
-    config = json.loads(path.read_text(encoding="utf-8"))
+    """A configuration without what says where it was and what wrote it. Raises ValueError for no JSON object."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a JSON object, got a {type(config).__name__}")
     return {key: value for key, value in config.items() if key[:1] != "_" and key != "transformers_version"}
 
 
@@ -68,10 +73,17 @@ def load_safely(cls: Any, name_or_path: str | Path, subfolder: str | None, **opt
     """`cls.from_pretrained` of a model's folder or hub name, from safetensors alone: other formats may run code.
 
     Raises:
-        ValueError: naming a file that is missing or cannot be read.
+        ValueError: naming a file that is missing or cannot be read, or weights that are missing.
     """
+    where = f"{name_or_path}/{subfolder}" if subfolder else f"{name_or_path}"
     try:
-        return cls.from_pretrained(str(name_or_path), subfolder=subfolder, use_safetensors=True, **options)
-    except (OSError, SafetensorError) as error:
-        where = f"{name_or_path}/{subfolder}" if subfolder else f"{name_or_path}"
+        model, found = cls.from_pretrained(
+            str(name_or_path), subfolder=subfolder, use_safetensors=True, output_loading_info=True, **options
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # diffusers' own are of many classes
         raise ValueError(f"{where}: no {cls.__name__} can be read from its safetensors: {error}") from error
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(f"{where}: its safetensors lack {len(missing)} weights of a {cls.__name__}, as {missing[0]}")
+    return model

@@ -417,9 +417,24 @@ def no_tokenizer(folder: Path) -> None:
     (folder / "tokenizer").mkdir()
 
 
+def a_list(folder: Path) -> None:
+    (folder / "text_encoder" / "config.json").write_text("[]")
+
+
+def change_json(path: str, **entries: Any) -> Any:
+    def damage(folder: Path) -> None:
+        config = json.loads((folder / path).read_text())
+        (folder / path).write_text(json.dumps({**config, **entries}))
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (a_list, "text_encoder/config.json must hold a JSON object, got a list"),
+        (change_json("text_encoder/config.json", d_model="x"), "text_encoder cannot be loaded"),
+        (change_json("text_encoder/config.json", d_model=16), "text_encoder cannot be loaded"),
         (another_pipeline, "is of a StableDiffusionPipeline, whose prompts are not made here"),
         (code_in_the_folder, "text_encoder cannot be loaded: it is of my_encoder, not of transformers"),
         (an_unknown_class, "text_encoder cannot be loaded: .*NoSuchModel"),
@@ -436,6 +451,23 @@ def test_a_model_whose_prompts_cannot_be_made_is_named(
     damage(broken)
     with pytest.raises(ValueError, match=message):
         encode(broken, videos, tmp_path / "shards", "--captions")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"_class_name": "NoSuchVae"}, "vae holds no VAE that can be built: .*NoSuchVae"),
+        ({"_class_name": None}, "vae holds no VAE that can be built"),
+        ({"z_dim": "x"}, "vae holds no VAE that can be built"),
+        ({"z_dim": 8}, "vae: no AutoencoderKLWan can be read from its safetensors"),
+    ],
+)
+def test_a_vae_that_cannot_be_used_is_named(
+    config: dict[str, Any], message: str, broken: Path, videos: Path, tmp_path: Path
+) -> None:
+    change_json("vae/config.json", **config)(broken)
+    with pytest.raises(ValueError, match=message):
+        encode(broken, videos, tmp_path / "shards")
 
 
 def test_a_folder_without_an_index_is_wans_where_its_text_encoder_is(broken: Path, pipelines: Path) -> None:
