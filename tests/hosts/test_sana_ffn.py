@@ -109,20 +109,21 @@ def test_float64_runs_plainly_and_no_tokens_pass(fused: list[Any]) -> None:
     assert ffn.float()(tokens(0), HW=HW).shape == (0, 24, C)
 
 
-def test_the_output_and_all_gradients_within_lie_as_tokens_do() -> None:
-    """Nothing between the matrix products is copied for its layout."""
-    ffn, x, seen = swapped(stock(), "triton"), tokens().requires_grad_(), []
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_output_and_all_gradients_within_lie_as_tokens_do(batch: int) -> None:
+    """Nothing between the matrix products is copied for its layout, and a batch of one is convolved as others are."""
+    ffn, x, seen = swapped(stock(), "triton"), tokens(batch).requires_grad_(), []
 
     def watch(_: nn.Module, args: Any, out: Tensor) -> None:
         seen.append(out)
         out.register_hook(seen.append)
 
-    for layer in (ffn.inverted_conv, ffn.depth_conv, ffn.point_conv):
+    for layer in (ffn.inverted_conv, ffn.depth_conv, ffn.point_conv, ffn.t_conv):
         layer.register_forward_hook(watch)
     out = ffn(x, HW=HW)
     out.square().sum().backward()
     assert out.is_contiguous() and x.grad.is_contiguous()
-    assert [t.permute(0, 2, 3, 1).is_contiguous() for t in seen] == 6 * [True]
+    assert [t.permute(0, 2, 3, 1).is_contiguous() for t in seen] == 8 * [True]
 
 
 def test_a_clip_too_large_for_one_convolution_is_split(monkeypatch: pytest.MonkeyPatch, fused: list[Any]) -> None:

@@ -52,7 +52,8 @@ class GLUMBConvTemp(Swapped, host.GLUMBConvTemp):
         fused = self._can_fuse(images)
         parts = [self._spatial(some, fused) for some in images.split(self._images_at_once(images, fused))]
         x = parts[0] if len(parts) == 1 else torch.cat(parts)
-        x = rearrange(x, "(b t) c h w -> b c t (h w)", t=frames)
+        # Not by einops: it makes the stride of a batch of one 1, from which the convolution infers another layout.
+        x = x.flatten(2).unflatten(0, (-1, frames)).transpose(1, 2)  # (B, C, T, S)
         past = None if carried is None else carried.past.get("ff.tail")
         if carried is not None and clip.active is not None:
             carried.keep_tail("ff.tail", rearrange(x, "b c t s -> b t s c"), self.reach, clip, self.group)
@@ -120,8 +121,8 @@ class GLUMBConvTemp(Swapped, host.GLUMBConvTemp):
         parts = []
         for (frames, beyond), firsts in alike:
             seen = around[:, :, firsts[0] : firsts[-1] + reach + frames + beyond]
-            windows = rearrange(seen.unfold(2, reach + frames + beyond, frames), "b c n s t -> (b n) c t s")
-            out = self.t_conv(windows)[:, :, reach : reach + frames]
+            windows = seen.unfold(2, reach + frames + beyond, frames).permute(0, 2, 1, 4, 3)  # (B, n, C, T, S)
+            out = self.t_conv(windows.flatten(0, 1))[:, :, reach : reach + frames]
             parts.append(rearrange(out, "(b n) c t s -> b c (n t) s", b=len(x)))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
