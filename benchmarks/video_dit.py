@@ -320,10 +320,13 @@ def table(raw: Json) -> str:
         peaks = " → ".join(f"{one['peak_gib']:.1f}" for one in both)
         lines.append(f"| {title} | {times} | {raw['summary'][f'{part}_vs_before']:.2f}× | {peaks} GiB |")
     summary, versions = raw["summary"], ", ".join(f"{name} {version}" for name, version in raw["versions"].items())
+    has_flash4 = "flash-attn-4" in raw["versions"]
+    flash4 = "; now with flash-attn-4 in the softmax blocks, before without" if has_flash4 else ""
     lines += [
         "",
         f"{raw['shape']['parameters'] / 1e9:.2f} B random parameters in bfloat16, B {raw['shape']['B']}, S "
-        f"{raw['shape']['S']}; before is commit {raw['before']}; {raw['device']}, {versions}; `{raw['command']}`: "
+        f"{raw['shape']['S']}; before is commit {raw['before']}{flash4}; {raw['device']}, {versions}; "
+        f"`{raw['command']}`: "
         "medians of interleaved repetitions. Elementwise kernels and copies: "
         f"{summary['elementwise_share_before']:.0%} of the GPU's time before, {summary['elementwise_share']:.0%} now "
         f"(forward, T {PROFILE}).",
