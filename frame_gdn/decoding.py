@@ -266,18 +266,39 @@ def denormalize_latents(vae: ModelMixin, latents: Tensor) -> Tensor:
 def latent_statistics(vae: ModelMixin) -> tuple[Tensor, Tensor]:
     """Mean and deviation of each channel of a VAE's latents, float64 (C,), read as diffusers' pipelines read them:
     `latents_mean` and `latents_std` from the buffers (LTX) or the config (Wan), `scaling_factor` and `shift_factor`
-    from the config. Raises ValueError for a VAE with neither."""
+    from the config. Raises ValueError for a VAE with neither, and for values that are not one finite number a channel,
+    with deviations and a factor above 0."""
     values: dict[str, Any] = dict(vae.config)
     buffers = dict(vae.named_buffers(recurse=False))
     mean, std = (buffers.get(name, values.get(name)) for name in ("latents_mean", "latents_std"))
     factor = values.get("scaling_factor")
     if std is None and factor is None:
         raise ValueError(f"{type(vae).__name__} has neither latents_mean and latents_std nor a scaling_factor")
+    channels = values.get("latent_channels") or values.get("z_dim")
+    if channels is None:
+        raise ValueError(f"{type(vae).__name__}: neither latent_channels nor z_dim is in its configuration")
     if mean is None or std is None:
-        channels = values.get("latent_channels") or values["z_dim"]
         mean, std = [values.get("shift_factor") or 0.0] * channels, [1.0] * channels
-    mean, std = (torch.as_tensor(x, dtype=torch.float64) for x in (mean, std))
-    return mean, std / (factor or 1.0)
+    mean, std = (_numbers(vae, name, x, channels) for name, x in (("latents_mean", mean), ("latents_std", std)))
+    scale = _numbers(vae, "scaling_factor", [1.0 if factor is None else factor], 1)
+    if (std <= 0).any() or scale <= 0:
+        raise ValueError(
+            f"{type(vae).__name__}: latents_std and scaling_factor must be above 0, got {checks.shown(std.tolist())} "
+            f"and {checks.shown(factor)}"
+        )
+    return mean, std / scale
+
+
+def _numbers(vae: ModelMixin, name: str, numbers: Any, count: int) -> Tensor:
+    """Numbers of a VAE's configuration, float64; ValueError unless they are so many, and finite."""
+    try:
+        found = torch.as_tensor(numbers, dtype=torch.float64).flatten()
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.tensor([math.nan])
+    if len(found) != count or not found.isfinite().all():
+        shown = checks.shown(numbers.tolist() if isinstance(numbers, Tensor) else numbers)
+        raise ValueError(f"{type(vae).__name__}: {name} must be {count} finite numbers, one a channel, got {shown}")
+    return found
 
 
 def _statistics(vae: ModelMixin, latents: Tensor) -> tuple[Tensor, Tensor]:

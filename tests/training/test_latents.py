@@ -118,3 +118,19 @@ def test_means_in_buffers_are_found_and_the_scaling_factor_applies_too():
 def test_a_vae_that_does_not_say_its_normalisation_is_an_error():
     with pytest.raises(ValueError, match="neither latents_mean"):
         latent_statistics(tiny_wan_vae(latents_mean=None, latents_std=None))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"latents_mean": [0.0]}, r"latents_mean must be 16 finite numbers.*\[0.0\]"),
+        ({"latents_std": ["a"] + [1.0] * 15}, "latents_std must be 16 finite numbers.*'a'"),
+        ({"latents_mean": [float("nan")] + [0.0] * 15}, "latents_mean must be 16 finite numbers.*nan"),
+        ({"latents_std": [0.0] + [1.0] * 15}, "above 0"),
+        ({"latents_std": [-1.0] + [1.0] * 15}, "above 0"),
+    ],
+    ids=str,
+)
+def test_statistics_that_are_not_one_number_a_channel_are_named(wrong, named):
+    with pytest.raises(ValueError, match=named):
+        latent_statistics(tiny_wan_vae(**wrong))
