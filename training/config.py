@@ -137,7 +137,9 @@ class RunConfig:
     gradient_checkpointing: bool = option(False, "recompute blocks in the backward pass instead of storing them")
     compile: bool = option(False, "torch.compile of each block, one graph for all lengths; needs cp_size 1")
     allow_tf32: bool = option(False, "TF32 matrix products on GPUs that have them")
-    dataloader_num_workers: int = option(0, "processes that load data beside each rank", NOT_NEGATIVE)
+    dataloader_num_workers: int = option(
+        0, "processes that load data beside each rank", Range(at_least=0, at_most=256)
+    )
     report_to: str = option("tensorboard", "accelerate's name of a tracker, or none; metrics.jsonl is written anyway")
     logging_dir: str = option("logs", "of the tracker, below output_dir")
     checkpointing_steps: int = option(500, "a checkpoint every so many steps, and one at the end", COUNT)

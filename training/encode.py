@@ -240,7 +240,9 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
     parser.add_argument("--stride", type=whole(1), help="frames from one clip to the next (default: num_frames)")
     parser.add_argument("--fps", type=positive, help="frames a second of the clips (default: each file's own)")
     parser.add_argument("--captions", action="store_true", help="encode the text beside each video as its prompt")
-    parser.add_argument("--max_sequence_length", type=whole(1), help="tokens of a prompt (default: the pipeline's)")
+    parser.add_argument(
+        "--max_sequence_length", type=whole(1, 8192), help="tokens of a prompt (default: the pipeline's)"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the models")
     parser.add_argument(
         "--storage_dtype",
