@@ -251,6 +251,23 @@ class ScanOptions:
     call: Call
 
 
+class _OnceDifferentiable(torch.autograd.Function):
+    """Gradients as they are, whose own derivatives are an error.
+
+    torch's decorator of this name lets them pass silently where the gradients that came in have no graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError(
+            "cp_frame_gdn_scan is once_differentiable in reverse: higher derivatives are had within torch.func.grad"
+        )
+
+
 class _FrameScan(torch.autograd.Function):
     """X_t = X_{t-1} A_t + B_t for two chains at once. Saved: A and every X, from which dA = X_{t-1}ᵀ G and dB = G."""
 
@@ -293,11 +310,18 @@ class _FrameScan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            found = _FrameScan._gradients(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        anchor = torch.zeros((), requires_grad=True)  # create_graph=True: whoever differentiates again is told
+        given = [grad for grad in found if grad is not None]
+        marked = iter(_OnceDifferentiable.apply(anchor, *given))  # type: ignore[no-untyped-call]
+        return tuple(None if grad is None else next(marked) for grad in found)
+
+    @staticmethod
+    def _gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         options: ScanOptions = ctx.options
-        if torch.is_grad_enabled():  # create_graph=True
-            raise NotImplementedError(
-                "cp_frame_gdn_scan has first derivatives in reverse alone: higher ones are had within torch.func.grad"
-            )
         steps, group = options.backend, options.group
         saved = ctx.saved_tensors
         A, X, entering, kept = saved[0:2], saved[2:4], saved[4:6], list(saved[6:])

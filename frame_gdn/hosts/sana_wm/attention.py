@@ -211,9 +211,7 @@ class _SoftmaxUCPESinglePathLiteLA(_Attention, host._SoftmaxUCPESinglePathLiteLA
     ) -> Tensor:
         turned = into_rays(qkv, rays, self.backend, self.camera_rescale)[:3]
         q, k, v = (clip.select(t.flatten(2)).view(t.shape).to(sana_wm.HALF) for t in turned)
-        D = q.shape[-1]
-        padded = D if D in (32, 64, 128, 256) or D > 256 else 128 if D <= 128 else 256
-        scale = padded**-0.5 if self.softmax_scale is None else self.softmax_scale
+        scale = padded_head_dim(q.shape[-1]) ** -0.5 if self.softmax_scale is None else self.softmax_scale
         k, v = seen_keys(k, v, clip, self.group, carried, "cam")
         out = attend_to(q, k, v, clip, allowed=clip.clip_mask, scale=scale, attention=self.attention)
         if clip.mask is not None:
@@ -224,6 +222,13 @@ class _SoftmaxUCPESinglePathLiteLA(_Attention, host._SoftmaxUCPESinglePathLiteLA
 def tail_name(name: str, branch: str) -> str:
     """In a state, the name of the tail of the short convolution of queries, keys or values, "q", "k" or "v"."""
     return ("cam." if branch else "attn.") + ("conv_tail" if name == "k" else f"{name}_conv_tail")
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The head dimension to which the host pads the heads of its camera branch, and NVlabs' code those of both."""
+    if head_dim in (32, 64, 128, 256) or head_dim > 256:
+        return head_dim
+    return 128 if head_dim <= 128 else 256
 
 
 def rotate(x: Tensor, table: Tensor, backend: str) -> Tensor:
