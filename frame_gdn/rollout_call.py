@@ -133,7 +133,9 @@ def arguments_of(
             torch.ones_like(embeds[..., 0], dtype=torch.bool) if mask is None else mask
         )
         if camera is not None:
-            arguments |= {name: _rows(t, x) for name, t in camera._asdict().items()}
+            # Poses stay in float32 at least: their inverses need its digits, and torch makes none in bfloat16.
+            dtypes = {"camera_conditions": torch.promote_types(x.dtype, torch.float32), "chunk_plucker": x.dtype}
+            arguments |= {name: _rows(t.to(x.device, dtypes[name]), x) for name, t in camera._asdict().items()}
     elif name in ("SanaVideoTransformer3DModel", "WanTransformer3DModel"):
         length, height, width = model.config.patch_size
         tokens = (x.shape[3] // height) * (x.shape[4] // width)
@@ -148,6 +150,5 @@ def arguments_of(
 
 
 def _rows(t: Tensor, x: Tensor) -> Tensor:
-    """Camera conditions for every row of x, where x is."""
-    t = t.to(x)
+    """Camera conditions for every row of x."""
     return t.repeat(len(x) // len(t), *[1] * (t.dim() - 1))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from frame_gdn import BidirectionalGDN, GDNState, RolloutState, checks, functional
 from frame_gdn.agreement import Call, described
 from frame_gdn.chunks import ChunkEnds, ChunkGrid, KeyFrames, SoftmaxWindow, frames_at
-from frame_gdn.hosts.clip import softmax
+from frame_gdn.hosts.clip import count_active, softmax
 from frame_gdn.kernels.backends import BACKENDS
 from frame_gdn.parallel import (
     FrameSharded,
@@ -703,7 +703,7 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         clip_mask = None if mask is None else gather_frames(mask, self.group, counts, call)
         active = None
         if output_state:
-            active = total if clip_mask is None else count_active(clip_mask)
+            active = total if clip_mask is None else count_active("frame_mask", clip_mask)
         consumed, chunks, kept = (0, 0, ()) if state is None else (state.frames, state.chunks, tuple(state.kept))
         return Clip(
             counts=counts,
@@ -792,15 +792,3 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
                 f"state keeps {len(state.kept)} chunks after {state.chunks}, the model's window "
                 f"{len(window.kept(state.chunks))}"
             )
-
-
-def count_active(clip_mask: Tensor) -> int:
-    """The active frames of a whole clip (B, T); ValueError unless they are one prefix, the same in every sample."""
-    active = int(clip_mask[0].sum())
-    prefix = torch.arange(clip_mask.shape[1], device=clip_mask.device) < active
-    if not torch.equal(clip_mask, prefix.expand_as(clip_mask)):
-        raise ValueError(
-            "a state was asked for: frame_mask must be True for the same first frames of every sample and False after "
-            f"them, got {clip_mask.int().tolist()}"
-        )
-    return active

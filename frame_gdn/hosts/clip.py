@@ -151,7 +151,7 @@ def locate(
     clip_mask = None if mask is None else parallel.gather_frames(mask, site.group, counts, brief)
     active = None
     if output_state:
-        active = sum(counts) if clip_mask is None else count_active(clip_mask)
+        active = sum(counts) if clip_mask is None else count_active("frame_valid_mask", clip_mask)
     start, where = sum(counts[:rank]), key_frames(site, grid, sum(counts), state)
     visible = list(where.seen(start, start + frames))
     keys = Keys(where.past, visible, [] if active is None else where.after(active)[2])
@@ -164,14 +164,15 @@ def key_frames(site: Swapped, grid: ChunkGrid, total: int, state: RolloutState |
     return KeyFrames(grid, site.window, total, chunks, kept)
 
 
-def count_active(clip_mask: Tensor) -> int:
-    """The active frames of a whole clip (B, T); ValueError unless they are one prefix, the same in every sample."""
+def count_active(name: str, clip_mask: Tensor) -> int:
+    """The active frames of a whole clip (B, T) by the mask of that name; ValueError unless they are one prefix, the
+    same in every sample."""
     active = int(clip_mask[0].sum())
     prefix = torch.arange(clip_mask.shape[1], device=clip_mask.device) < active
     if not torch.equal(clip_mask, prefix.expand_as(clip_mask)):
         raise ValueError(
-            "a state was asked for: frame_valid_mask must hold 1 for the same first frames of every sample and 0 "
-            f"after them, got {clip_mask.int().tolist()}"
+            f"a state was asked for: {name} must be True for the same first frames of every sample and False after "
+            f"them, got {clip_mask.int().tolist()}"
         )
     return active
 

@@ -102,3 +102,15 @@ def test_a_camera_may_be_given_chunk_by_chunk_and_must_reach_to_the_end() -> Non
         head = pipeline(num_chunks=1, latents=noise[:, :, :3], **given)
         rest = {name: value for name, value in given.items() if name != "first_frames"}
         pipeline.stream(state=head.state, **{**rest, "camera": CameraStream(128, 96)})
+
+
+@pytest.mark.parametrize("host", ["sana_wm", "sana_video", "wan"])
+def test_a_host_in_bfloat16_rolls_out_close_to_itself_in_float32(host: str) -> None:
+    """The camera's poses stay in float32: torch inverts none in bfloat16."""
+    pipeline, given = pipeline_of(host)
+    noise = noise_of(given)
+    expected = pipeline(num_chunks=3, latents=noise, **given).latents
+    pipeline.transformer.to(torch.bfloat16)
+    found = pipeline(num_chunks=3, latents=noise, **given)
+    assert found.latents.dtype == torch.float32
+    assert relative_error(found.latents, expected) <= 0.1
