@@ -3,7 +3,8 @@
 from . import needs_diffusers as needs_diffusers  # isort: skip
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from . import checks
 from .chunks import ChunkGrid
 from .parallel import FrameSharded, rank_and_size
-from .rollout_call import CameraChunks, EachChunk, arguments_of, takes_camera
+from .rollout_call import CameraChunks, EachChunk, arguments_of, camera_of, takes_camera
+from .rollout_graph import Capture, CudaGraphs, Passes, check_bounded, check_capturable, passes_of
 from .rollout_state import RolloutState, facts_of
 
 PREDICTION_TYPES = ("velocity", "sample")
@@ -47,6 +49,7 @@ class _Rollout:
             begins with, or None.
         text, negative, camera: what each chunk is conditioned on; None without.
         noise: what all chunks start from, or None to draw it.
+        passes: the model with the state, eager or as CUDA graphs.
     """
 
     shape: tuple[int, int, int, int]
@@ -59,7 +62,7 @@ class _Rollout:
     camera: CameraChunks | None
     generator: torch.Generator | list[torch.Generator] | None
     noise: Tensor | None
-    state: RolloutState | None
+    passes: Passes
     callback: Callback | None
     callback_tensors: Sequence[str]
 
@@ -109,12 +112,13 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
             )
         self.register_modules(transformer=transformer, scheduler=scheduler)
         self.register_to_config(prediction_type=prediction_type)
-        self._state: RolloutState | None = None
+        self._passes = Passes(transformer, None)
+        self._capture: Capture | None = None  # a test's, in place of CUDA graphs
         self._interrupt, self._num_timesteps, self._guidance_scale = False, 0, 1.0
 
     @property
     def state(self) -> RolloutState | None:
-        return self._state
+        return self._passes.state
 
     @property
     def num_timesteps(self) -> int:
@@ -159,6 +163,7 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
         return_dict: bool = True,
         callback_on_step_end: Callback | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
+        cuda_graph: bool = False,
     ) -> RolloutOutput | tuple[Tensor, RolloutState | None]:
         """The next `num_chunks` chunks of a clip at once, fewer where it is interrupted; arguments and errors as
         `stream`.
@@ -175,7 +180,7 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
             negative_prompt_embeds=negative_prompt_embeds,
             negative_prompt_attention_mask=negative_prompt_attention_mask, camera=camera, sigmas=sigmas,
             guidance_scale=guidance_scale, latents=latents, state=state, callback_on_step_end=callback_on_step_end,
-            callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
+            callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs, cuda_graph=cuda_graph,
         )  # fmt: skip
         chunks, shape = [], self._shape
         with self.progress_bar(total=num_chunks) as progress:
@@ -184,7 +189,7 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
                 progress.update()
         B, C, h, w = shape
         made = torch.cat(chunks, dim=2) if chunks else torch.empty(B, C, 0, h, w, device=self._execution_device)
-        return RolloutOutput(made, self._state) if return_dict else (made, self._state)
+        return RolloutOutput(made, self.state) if return_dict else (made, self.state)
 
     def stream(
         self,
@@ -204,6 +209,7 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
         state: RolloutState | None = None,
         callback_on_step_end: Callback | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
+        cuda_graph: bool = False,
     ) -> Iterator[Tensor]:
         """The next chunks (B, C, T of the chunk, h, w) of a clip, each as soon as it is clean and in `state`.
 
@@ -228,6 +234,9 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
             callback_on_step_end: called as (pipeline, step, timestep, tensors) after every step of a chunk; what it
                 returns under "latents" takes their place.
             callback_on_step_end_tensor_inputs: names of the tensors that it is given.
+            cuda_graph: replay the model's passes from CUDA graphs, to the same numbers: one launch in place of some
+                thousand. Eager are the first chunk, those before the window of softmax attention is full, and the
+                first one of other shapes (a text of another length). Each look at `state` is then a copy.
 
         Raises:
             ValueError: before anything is computed, first frames that are neither whole chunks nor fewer than the
@@ -268,12 +277,14 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
             )
         given = first_frames if first_frames is not None else latents
         dtype = self.transformer.dtype if given is None else given.dtype
-        self._shape, self._state, self._interrupt = shape, state, False
+        capture = self._check_capture(cuda_graph)
+        self._shape, self._interrupt = shape, False
+        self._passes = passes_of(self.transformer, state, capture)
         self._guidance_scale = float(guidance_scale)
         return self._chunks(
             _Rollout(
                 shape, torch.promote_types(dtype, torch.float32), num_chunks, prefix,
-                pinned, text, negative, views, generator, noise, state,
+                pinned, text, negative, views, generator, noise, self._passes,
                 callback_on_step_end, tuple(callback_on_step_end_tensor_inputs),
             ),
             steps,
@@ -295,6 +306,17 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
         if max(values) > 1 or any(a <= b for a, b in zip(values, values[1:], strict=False)):
             raise ValueError(f"sigmas must fall, from 1 at most to above 0, got {checks.shown(sigmas)}")
         return {"sigmas": [float(value) for value in values]}
+
+    def _check_capture(self, cuda_graph: bool) -> Capture | None:
+        """What makes graphs of the passes; None where they are called."""
+        checks.flag("cuda_graph", cuda_graph)
+        if not cuda_graph:
+            return None
+        if self._capture is None:
+            check_capturable(self.transformer, self._execution_device)
+            return CudaGraphs()
+        check_bounded(self.transformer)
+        return self._capture
 
     def _check_frames(
         self, first_frames: Tensor | None, latents: Tensor | None, state: RolloutState | None, guided: bool
@@ -429,8 +451,13 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
 
     @torch.no_grad()
     def _chunks(self, rollout: _Rollout, steps: dict[str, Any]) -> Iterator[Tensor]:
-        grid, state, prefix = ChunkGrid.of(self.transformer.config), rollout.state, rollout.prefix
+        grid, passes, prefix = ChunkGrid.of(self.transformer.config), rollout.passes, rollout.prefix
         begun = 0
+        # Once for all chunks: it waits for the device. A chunk's steps count in a copy, which remembers them perhaps.
+        self.scheduler.set_timesteps(**steps, device=self._execution_device)
+        self.scheduler.set_begin_index(0)  # else it looks the index up, which waits for the device
+        scheduler = deepcopy(self.scheduler)
+        self._num_timesteps = len(scheduler.timesteps)
         try:
             for number in count() if rollout.num_chunks is None else range(rollout.num_chunks):
                 try:
@@ -438,10 +465,9 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
                 except StopIteration:
                     return
                 if prefix is not None:
-                    state = self._commit(prefix, text, rollout, state)
-                    self._state, prefix = state, None
-                consumed = 0 if state is None else state.frames
-                first, last = grid.bounds(grid.index(consumed))
+                    self._commit(prefix, text, self._camera(prefix.shape[2], rollout), rollout)
+                    prefix = None
+                first, last = grid.bounds(grid.index(passes.frames))
                 B, C, h, w = rollout.shape
                 if rollout.noise is None:
                     x = randn_tensor(
@@ -451,46 +477,44 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
                 else:
                     x = rollout.noise[:, :, begun : begun + last - first]
                 begun += last - first
-                camera = None if rollout.camera is None else rollout.camera.take(last - first)
+                camera = self._camera(last - first, rollout)
                 pinned = rollout.pinned if number == 0 else None
-                clean = self._denoise(x, steps, text, camera, pinned, rollout, state)
+                clean = self._denoise(x, deepcopy(scheduler), text, camera, pinned, rollout)
                 if clean is None:
                     return
-                self._state = state = self._commit(clean, text, rollout, state, camera)
+                self._commit(clean, text, camera, rollout)
                 yield clean
                 if self._interrupt:
                     return
         finally:
+            passes.release()
             self.maybe_free_model_hooks()
 
-    def _commit(
-        self, clean: Tensor, text: Any, rollout: _Rollout, state: RolloutState | None, camera: Any = None
-    ) -> RolloutState:
-        """The state after clean frames."""
-        if camera is None and rollout.camera is not None:
-            camera = rollout.camera.take(clean.shape[2])
+    def _camera(self, frames: int, rollout: _Rollout) -> dict[str, Any] | None:
+        """What the model is told of the camera in its next frames, the same in each step."""
+        if rollout.camera is None:
+            return None
+        return camera_of(self.transformer, rollout.camera.take(frames), self._execution_device)
+
+    def _commit(self, clean: Tensor, text: Any, camera: Any, rollout: _Rollout) -> None:
+        """Take clean frames into the state."""
         timestep = clean.new_zeros(clean.shape[0], clean.shape[2])
-        output = self._predict(clean, timestep, text, camera, rollout, state, output_state=True)
         size = (clean.shape[3], clean.shape[4])
-        made: RolloutState = replace(output.state, rows=1 + (rollout.negative is not None), size=size)
-        return made
+        arguments = self._arguments(clean, timestep, text, camera, rollout)
+        rollout.passes.commit(arguments, rows=1 + (rollout.negative is not None), size=size)
 
     def _denoise(
         self,
         x: Tensor,
-        steps: dict[str, Any],
+        scheduler: Any,
         text: Any,
         camera: Any,
         pinned: Tensor | None,
         rollout: _Rollout,
-        state: RolloutState | None,
     ) -> Tensor | None:
         """One chunk from its noise x; None where it was interrupted."""
-        self.scheduler.set_timesteps(**steps, device=x.device)
-        self.scheduler.set_begin_index(0)  # else it looks the index up, which waits for the device
-        self._num_timesteps = len(self.scheduler.timesteps)
         given = 0 if pinned is None else pinned.shape[2]
-        for step, t in enumerate(self.scheduler.timesteps):
+        for step, t in enumerate(scheduler.timesteps):
             if self._interrupt:
                 return None
             if pinned is not None:
@@ -498,13 +522,14 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
             timestep = t.expand(x.shape[0], x.shape[2])
             if given:
                 timestep = torch.cat([timestep.new_zeros(x.shape[0], given), timestep[:, given:]], 1)
-            prediction = self._predict(x, timestep, text, camera, rollout, state).sample.to(x.dtype)
+            arguments = self._arguments(x, timestep, text, camera, rollout)
+            prediction = rollout.passes.predict(arguments).to(x.dtype)
             if rollout.negative is not None:
                 away, toward = prediction.chunk(2)
                 prediction = away + self._guidance_scale * (toward - away)
             if self.config.prediction_type == "sample":
-                prediction = (x - prediction) / (t / self.scheduler.config.num_train_timesteps)
-            x = self.scheduler.step(prediction, t, x, return_dict=False)[0]
+                prediction = (x - prediction) / (t / scheduler.config.num_train_timesteps)
+            x = scheduler.step(prediction, t, x, return_dict=False)[0]
             x = self._call_back(step, t, x, text, rollout)
         if self._interrupt:
             return None
@@ -525,22 +550,19 @@ class FrameGDNRolloutPipeline(DiffusionPipeline):  # type: ignore[misc]
         checks.tensor("callback_on_step_end's latents", latents, x.shape, dtype=x.dtype, device=x.device)
         return latents  # type: ignore[no-any-return]
 
-    def _predict(
+    def _arguments(
         self,
         x: Tensor,
         timestep: Tensor,
         text: tuple[Tensor, Tensor | None] | None,
         camera: Any,
         rollout: _Rollout,
-        state: RolloutState | None,
-        output_state: bool = False,
-    ) -> Any:
-        """The model's output of x (B, C, T, h, w) at timestep (B, T), of 2 B rows with guidance."""
+    ) -> dict[str, Any]:
+        """The model's arguments for x (B, C, T, h, w) at timestep (B, T), of 2 B rows with guidance."""
         if rollout.negative is not None and text is not None:
             x, timestep = x.repeat(2, 1, 1, 1, 1), timestep.repeat(2, 1)
             text = _joined(rollout.negative, text)
-        arguments = arguments_of(self.transformer, x.to(self.transformer.dtype), timestep, text, camera)
-        return self.transformer(**arguments, state=state, output_state=output_state)
+        return arguments_of(self.transformer, x.to(self.transformer.dtype), timestep, text, camera)
 
 
 def _joined(

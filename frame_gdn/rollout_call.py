@@ -119,10 +119,27 @@ def takes_camera(model: nn.Module) -> bool:
     return type(model).__name__ == "SanaWMTransformer3DModel"
 
 
+def camera_of(model: Any, conditions: CameraConditions, device: torch.device) -> dict[str, Any]:
+    """A model's arguments that a chunk's camera makes, on its device: once for all of the chunk's passes."""
+    # Poses stay in float32 at least: their inverses need its digits, and torch makes none in bfloat16.
+    poses = moved(conditions.camera_conditions, device, torch.promote_types(model.dtype, torch.float32))
+    plucker = moved(conditions.chunk_plucker, device, model.dtype)
+    tables = model.camera_tables(poses, plucker.shape[2:]) if hasattr(model, "camera_tables") else {}
+    return {"camera_conditions": poses, "chunk_plucker": plucker, **({"cam_pos_embeds": tables} if tables else {})}
+
+
+def moved(t: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A tensor on another device; from pinned memory to a GPU, so that nothing waits for what that still computes."""
+    if t.device.type == "cpu" and device.type == "cuda":
+        t = t.to(dtype).pin_memory()
+    return t.to(device, dtype, non_blocking=True)
+
+
 def arguments_of(
-    model: Any, x: Tensor, timestep: Tensor, text: Text | None, camera: CameraConditions | None
+    model: Any, x: Tensor, timestep: Tensor, text: Text | None, camera: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """A model's arguments by name: x (B, C, T, h, w), timestep (B, T), the text (B, L, E) with its mask (B, L)."""
+    """A model's arguments by name: x (B, C, T, h, w), timestep (B, T), the text (B, L, E) with its mask (B, L), the
+    camera's as `camera_of` makes them."""
     embeds, mask = (None, None) if text is None else text
     name = type(model).__name__
     arguments: dict[str, Any] = {"hidden_states": x, "timestep": timestep, "encoder_hidden_states": embeds}
@@ -133,9 +150,10 @@ def arguments_of(
             torch.ones_like(embeds[..., 0], dtype=torch.bool) if mask is None else mask
         )
         if camera is not None:
-            # Poses stay in float32 at least: their inverses need its digits, and torch makes none in bfloat16.
-            dtypes = {"camera_conditions": torch.promote_types(x.dtype, torch.float32), "chunk_plucker": x.dtype}
-            arguments |= {name: _rows(t.to(x.device, dtypes[name]), x) for name, t in camera._asdict().items()}
+            tables = camera.get("cam_pos_embeds", {})
+            arguments |= {name: _rows(t, x) for name, t in camera.items() if t is not tables}
+            if tables:
+                arguments["cam_pos_embeds"] = {name: _rows(t, x) for name, t in tables.items()}
     elif name in ("SanaVideoTransformer3DModel", "WanTransformer3DModel"):
         length, height, width = model.config.patch_size
         tokens = (x.shape[3] // height) * (x.shape[4] // width)
@@ -151,4 +169,4 @@ def arguments_of(
 
 def _rows(t: Tensor, x: Tensor) -> Tensor:
     """Camera conditions for every row of x."""
-    return t.repeat(len(x) // len(t), *[1] * (t.dim() - 1))
+    return t if len(t) == len(x) else t.repeat(len(x) // len(t), *[1] * (t.dim() - 1))

@@ -48,6 +48,12 @@ class RolloutState:
         return sum(t.numel() * t.element_size() for block in self.blocks for t in block.values())
 
     @property
+    def position(self) -> int | Tensor:
+        """The number in the clip of the next call's first frame: `frames`, or a tensor () int64 of the same value
+        where a captured graph must read it anew at each replay."""
+        return self.frames
+
+    @property
     def batch(self) -> int:
         """Clips in the state; 0 without a tensor."""
         return next((t.shape[0] for block in self.blocks for t in block.values()), 0)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from frame_gdn import BidirectionalGDN, GDNState, RolloutState, checks, functional
 from frame_gdn.agreement import Call, described
 from frame_gdn.chunks import ChunkEnds, ChunkGrid, KeyFrames, SoftmaxWindow, frames_at
-from frame_gdn.hosts.clip import count_active, softmax
+from frame_gdn.hosts.clip import Keys, count_active, softmax
 from frame_gdn.kernels.backends import BACKENDS
 from frame_gdn.parallel import (
     FrameSharded,
@@ -39,13 +39,14 @@ from frame_gdn.rollout_state import facts_of
 BlockState = dict[str, Tensor]
 
 
-def gdn_state(block: BlockState, frames: int) -> GDNState:
-    """A block's attention state after so many frames."""
-    return GDNState(block["attn.S"], block["attn.z"], frames, block.get("attn.conv_tail"))
+def gdn_state(block: BlockState) -> GDNState:
+    """A block's attention state. Its count of frames is left at 0: the call's grid says already that the clip goes
+    on, and a block compiled for one chunk then serves the next."""
+    return GDNState(block["attn.S"], block["attn.z"], conv_tail=block.get("attn.conv_tail"))
 
 
 def block_state(state: GDNState) -> BlockState:
-    """The inverse of `gdn_state`, but for the count of frames."""
+    """The inverse of `gdn_state`."""
     tail = {} if state.conv_tail is None else {"attn.conv_tail": state.conv_tail}
     return {"attn.S": state.S, "attn.z": state.z, **tail}
 
@@ -73,21 +74,29 @@ def timestep_features(timestep: Tensor, channels: int, dtype: torch.dtype) -> Te
 
 
 def rotary_table(
-    head_dim: int, first_frame: int, frames: int, height: int, width: int, *, theta: float = 10000.0, like: Tensor
+    head_dim: int,
+    first_frame: int | Tensor,
+    frames: int,
+    height: int,
+    width: int,
+    *,
+    theta: float = 10000.0,
+    like: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each (T·h·w, head_dim/2), of 3-D rotary positions: ⌊D/6⌋ pairs for h, for w too, the rest t.
 
-    `first_frame` is the clip's number of the first of these frames: a shard's and a rollout's do not start at 0. The
-    tables are on the device of `like`, in its dtype or float32, whichever is wider.
+    `first_frame` is the clip's number of the first of these frames: a shard's and a rollout's do not start at 0. It is
+    a tensor () where a captured graph reads it. The tables are on the device of `like`, in its dtype or float32,
+    whichever is wider.
     """
     pairs_s = head_dim // 6
     pairs_t = head_dim // 2 - 2 * pairs_s
     # As in diffusers: the angles of far frames need more digits than float32 has.
     wide = torch.float32 if like.device.type == "mps" else torch.float64
 
-    def angles(first: int, count: int, pairs: int) -> Tensor:
+    def angles(first: int | Tensor, count: int, pairs: int) -> Tensor:
         frequencies = theta ** (-torch.arange(pairs, dtype=wide, device=like.device) / pairs)
-        return torch.outer(torch.arange(first, first + count, dtype=wide, device=like.device), frequencies)
+        return torch.outer(first + torch.arange(count, dtype=wide, device=like.device), frequencies)
 
     t, y, x = angles(first_frame, frames, pairs_t), angles(0, height, pairs_s), angles(0, width, pairs_s)
 
@@ -114,7 +123,6 @@ class Clip:
         counts: every rank's number of frames; `start` ... `stop` - 1 of `total` are here.
         height, width: patches of a frame.
         grid: the grid of chunks, past whose ends no frame sees; `keys` those that softmax attention sees.
-        consumed: frames of the clip before this call, which a state stands for.
         rotary: cosines and sines, each (N_local, D/2), of the frames here.
         mask: (B, T_local), the frames here that are not padding; `clip_mask` (B, T) those of all ranks. None: all are.
         active: the frames after which a state is asked for; None where none is.
@@ -128,8 +136,7 @@ class Clip:
     height: int
     width: int
     grid: ChunkGrid
-    keys: KeyFrames
-    consumed: int
+    keys: Keys
     rotary: tuple[Tensor, Tensor]
     mask: Tensor | None
     clip_mask: Tensor | None
@@ -140,6 +147,12 @@ class Clip:
     def ends(self) -> ChunkEnds | None:
         """The ends of chunks, counted from the first frame here."""
         return self.grid.ends(self.start, self.total)
+
+
+def key_frames(config: Any, grid: ChunkGrid, total: int, state: RolloutState | None) -> KeyFrames:
+    """Where the keys of softmax attention lie in a call of `total` frames that continues a state."""
+    chunks, kept = (0, ()) if state is None else (state.chunks, state.kept)
+    return KeyFrames(grid, SoftmaxWindow.of(config), total, chunks, kept)
 
 
 def select_active(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -192,7 +205,7 @@ class SoftmaxAttention(FrameSharded):
         active = None if clip.clip_mask is None else nn.functional.pad(clip.clip_mask, (clip.keys.past, 0), value=True)
 
         out = []
-        for first, last, runs in clip.keys.seen(clip.start, clip.stop):
+        for first, last, runs in clip.keys.seen:
             allowed = None if active is None else allowed_keys(frames_at(active, runs), tokens)
             to_see = (frames_at(t, runs).flatten(1, 2) for t in (keys, values))
             out.append(softmax(q[:, first:last].flatten(1, 2), *to_see, mask=allowed, attention=self.attention))
@@ -211,8 +224,7 @@ class SoftmaxAttention(FrameSharded):
             k, v = (torch.cat([state[f"attn.{n}"].to(t.dtype), t], 1) for n, t in (("keys", k), ("values", v)))
         if clip.active is None:
             return k, v, {}
-        _, _, runs = clip.keys.after(clip.active)
-        return k, v, {f"attn.{name}": frames_at(t, runs).clone() for name, t in (("keys", k), ("values", v))}
+        return k, v, {f"attn.{name}": frames_at(t, clip.keys.kept).clone() for name, t in (("keys", k), ("values", v))}
 
 
 def allowed_keys(seen: Tensor, tokens: int) -> Tensor:
@@ -432,7 +444,7 @@ class VideoDiTBlock(nn.Module):
                 h.shape[1],
                 rotary=clip.rotary,
                 mask=clip.mask,
-                state=None if state is None else gdn_state(state, clip.consumed),
+                state=None if state is None else gdn_state(state),
                 output_final_state=clip.active is not None,
                 frames_per_rank=clip.counts,
                 **clip.grid.facts,
@@ -655,9 +667,10 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
 
         new_state = None
         if clip.active is not None:
-            chunks, kept, _ = clip.keys.after(clip.active)
+            chunks, kept, _ = key_frames(self.config, clip.grid, clip.total, state).after(clip.active)
             size, rows = tuple(hidden_states.shape[3:]), 1 if state is None else state.rows
-            new_state = RolloutState(states, clip.consumed + clip.active, chunks, kept, state_facts, size, rows)
+            frames = clip.active + (0 if state is None else state.frames)
+            new_state = RolloutState(states, frames, chunks, kept, state_facts, size, rows)
         return VideoDiTOutput(sample, new_state) if return_dict else (sample, new_state)
 
     def set_backend(self, backend: str) -> None:
@@ -704,18 +717,19 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         active = None
         if output_state:
             active = total if clip_mask is None else count_active("frame_mask", clip_mask)
-        consumed, chunks, kept = (0, 0, ()) if state is None else (state.frames, state.chunks, tuple(state.kept))
+        stop, where = start + num_frames, key_frames(self.config, grid, total, state)
+        keys = Keys(where.past, list(where.seen(start, stop)), [] if active is None else where.after(active)[2])
+        first = start + (0 if state is None else state.position)
         return Clip(
             counts=counts,
             start=start,
-            stop=start + num_frames,
+            stop=stop,
             total=total,
             height=height,
             width=width,
             grid=grid,
-            keys=KeyFrames(grid, SoftmaxWindow.of(self.config), total, chunks, kept),
-            consumed=consumed,
-            rotary=rotary_table(head_dim, consumed + start, num_frames, height, width, like=x),
+            keys=keys,
+            rotary=rotary_table(head_dim, first, num_frames, height, width, like=x),
             mask=mask,
             clip_mask=clip_mask,
             active=active,
@@ -768,22 +782,27 @@ class VideoDiT(FrameSharded, ModelMixin, ConfigMixin):
         if frame_mask is not None:
             checks.tensor("frame_mask", frame_mask, (batch, num_frames), dtype=torch.bool, beside=beside)
 
+    def state_shapes(self, batch: int, tokens: int, kept: int) -> list[dict[str, tuple[int, ...]]]:
+        """By block, the shapes of what a rollout carries, for `kept` frames of keys and values."""
+        B, S = batch, tokens
+        H, D, K = self.config.num_attention_heads, self.config.attention_head_dim, self.config.conv_kernel_size
+        softmax = dict.fromkeys(("attn.keys", "attn.values"), (B, kept, S, H, D))
+        gdn: dict[str, tuple[int, ...]] = {"attn.S": (B, H, D, D), "attn.z": (B, H, D)}
+        if K:
+            gdn["attn.conv_tail"] = (B, K - 1, S, H * D)
+        return [
+            {**(softmax if isinstance(block.attn, SoftmaxAttention) else gdn), "ff.tail": (B, 1, S, H * D)}
+            for block in self.blocks
+        ]
+
     def _check_state(
         self, state: RolloutState, facts: dict[str, Any], window: SoftmaxWindow, hidden_states: Tensor
     ) -> None:
         if not isinstance(state, RolloutState):
             raise ValueError(f"state must be None or a RolloutState, got {checks.shown(state)}")
-        B, _, _, height, width = hidden_states.shape
-        S = (height // self.config.patch_size) * (width // self.config.patch_size)
-        H, D, K = self.config.num_attention_heads, self.config.attention_head_dim, self.config.conv_kernel_size
-        softmax = dict.fromkeys(("attn.keys", "attn.values"), (B, sum(state.kept), S, H, D))
-        gdn: dict[str, tuple[int, ...]] = {"attn.S": (B, H, D, D), "attn.z": (B, H, D)}
-        if K:
-            gdn["attn.conv_tail"] = (B, K - 1, S, H * D)
-        shapes = [
-            {**(softmax if isinstance(block.attn, SoftmaxAttention) else gdn), "ff.tail": (B, 1, S, H * D)}
-            for block in self.blocks
-        ]
+        batch, _, _, height, width = hidden_states.shape
+        tokens = (height // self.config.patch_size) * (width // self.config.patch_size)
+        shapes = self.state_shapes(batch, tokens, sum(state.kept))
         if state.size not in (None, tuple(hidden_states.shape[3:])):
             raise ValueError(f"state is of latents {state.size}, hidden_states are {tuple(hidden_states.shape)}")
         state.check("state", facts, None, shapes, ("hidden_states", hidden_states))

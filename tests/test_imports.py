@@ -13,7 +13,7 @@ ORDER = (
     "checks", "chunks", "rollout_state", "needs_diffusers", "kernels.types", "kernels.transforms", "kernels.products",
     "kernels.naive", "kernels.temporal_conv", "kernels.plain", "kernels.triton", "kernels.backends", "kernels.flash4",
     "functional", "agreement", "handshake", "parallel", "differentiable", "scan", "ops", "primitive", "gdn", "layer",
-    "hosts", "parallelize", "swap", "camera", "rollout_call", "pipeline", "convert", "decoding",
+    "hosts", "parallelize", "swap", "camera", "rollout_call", "rollout_graph", "pipeline", "convert", "decoding",
 )  # fmt: skip
 
 #: What is written from the package, and what each of these imports of the others.

@@ -207,13 +207,17 @@ def call_block(model: Any, block: nn.Module, *arguments: Any) -> Any:
 
 
 def rotary_angles(
-    head_dim: int, first_frame: int, size: Sequence[int], device: torch.device, float32_frames: int | None = None
+    head_dim: int,
+    first_frame: int | Tensor,
+    size: Sequence[int],
+    device: torch.device,
+    float32_frames: int | None = None,
 ) -> Tensor:
     """The angles of diffusers' 3-D rotary embedding, (T·h·w, head_dim/2): 2⌊D/6⌋ channels for h, as many for w, the
     rest for t, theta 10000. A formula and no table, so that a clip may be of any length.
 
     Args:
-        first_frame: the clip's number of the first of these frames.
+        first_frame: the clip's number of the first of these frames, a tensor () int64 where a captured graph reads it.
         size: T, h, w.
         float32_frames: of SANA-WM, whose table is made in float32: the length of that table. So are the angles then,
             the same to the bit; those of later frames, for which float32 has too few digits, are made in float64 and
@@ -225,8 +229,8 @@ def rotary_angles(
     frames, height, width = size
     wide = torch.float32 if device.type == "mps" else torch.float64
 
-    def along(first: int, count: int, dim: int) -> Tensor:
-        position = torch.arange(first, first + count, device=device)[:, None]
+    def along(first: int | Tensor, count: int, dim: int) -> Tensor:
+        position = (first + torch.arange(count, device=device))[:, None]
 
         def angles(dtype: torch.dtype) -> Tensor:
             frequencies = 1.0 / (10000.0 ** (torch.arange(0, dim, 2, dtype=dtype, device=device) / dim))
@@ -234,7 +238,7 @@ def rotary_angles(
 
         if float32_frames is None:
             return angles(wide)
-        if first + count <= float32_frames:
+        if not isinstance(first, Tensor) and first + count <= float32_frames:
             return angles(torch.float32)
         within_a_turn = angles(wide).remainder(2 * math.pi).float()
         return torch.where(position < float32_frames, angles(torch.float32), within_a_turn)
@@ -246,7 +250,9 @@ def rotary_angles(
     return torch.cat([t, y, x], -1)
 
 
-def rotary_tables(head_dim: int, first_frame: int, size: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    head_dim: int, first_frame: int | Tensor, size: Sequence[int], device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Wan's and SanaVideo's `rotary_emb` from a frame on: cos and sin, each (1, N, 1, D), float32, every pair's value
     twice."""
     angles = rotary_angles(head_dim, first_frame, size, device)

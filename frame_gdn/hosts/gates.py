@@ -18,7 +18,7 @@ from ..rollout_state import RolloutState
 from . import GRID_ENTRIES, SwapOptions, Swapped, refuse_hooks
 from .clip import Span, as_values, facts_of, locate, pairs, rotary_tables
 from .configuration import ConfiguredModel, write
-from .rollout import Carried, begin, consumed, scan_options
+from .rollout import Carried, begin, position, scan_options
 
 #: What a frame forgets of the state at the start, 1 - g: so little that a clip's first and last frame weigh the same.
 START_FORGETTING = 1e-4
@@ -164,7 +164,7 @@ class GatedModel(ConfiguredModel):
             grid = begin(self, state, output_state, hidden_states, size)
         clip = locate(self, hidden_states, size[0], facts, grid=grid, state=state, output_state=output_state)
         head_dim = self.config.attention_head_dim
-        return clip, size, rotary_tables(head_dim, consumed(state) + clip.start, size, hidden_states.device)
+        return clip, size, rotary_tables(head_dim, position(state) + clip.start, size, hidden_states.device)
 
 
 def open_gates(

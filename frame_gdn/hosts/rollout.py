@@ -142,12 +142,13 @@ def end(model: Swapped, state: RolloutState | None, blocks: list[dict[str, Tenso
     """The state after a call that continued `state`, from what its blocks leave."""
     assert clip.active is not None
     chunks, kept, _ = key_frames(model, clip.grid, sum(clip.counts), state).after(clip.active)
-    return RolloutState(blocks, consumed(state) + clip.active, chunks, kept, state_facts(model, model.dtype))
+    frames = clip.active + (0 if state is None else state.frames)
+    return RolloutState(blocks, frames, chunks, kept, state_facts(model, model.dtype))
 
 
-def consumed(state: RolloutState | None) -> int:
-    """Frames of the clip before a call."""
-    return 0 if state is None else state.frames
+def position(state: RolloutState | None) -> int | Tensor:
+    """The number in the clip of a call's first frame, as `RolloutState.position`."""
+    return 0 if state is None else state.position
 
 
 def output(sample: Tensor, state: RolloutState | None, return_dict: bool) -> Any:

@@ -6,6 +6,7 @@ them what they are called by, so that one `Span` made by the model reaches all o
 
     model.py          the host's three functions, block and model
     attention.py      the two attentions of a block, main and camera branch
+    geometry.py       poses and lens to the matrix of every ray
     rays.py           UCPE, what the camera branch does around its attention
     feed_forward.py   the gated feed-forward with its temporal convolution
     modules.py        short convolution, norms, patch embedding

@@ -16,9 +16,10 @@ from ...rollout_state import RolloutState
 from .. import GRID_ENTRIES, READINGS, WINDOW_ENTRIES, SwapOptions, Swapped, adopt, configuration
 from ..clip import Span, call_block, facts_of, locate, rotary_angles
 from ..configuration import ConfiguredModel, swapping_init
-from ..rollout import Carried, begin, consumed, end, output
+from ..rollout import Carried, begin, end, output, position
 from .attention import BidirectionalGDNUCPESinglePathLiteLA, _SoftmaxUCPESinglePathLiteLA
 from .feed_forward import GLUMBConvTemp, SanaWMConvLayer, convolutions
+from .geometry import ray_matrices, up_and_latitude
 from .modules import LayerNorm, RMSNorm, SanaWMPatchEmbed, SanaWMTemporalShortConvolution
 
 # --- the host's three functions ---------------------------------------------------------------------------------
@@ -241,20 +242,18 @@ class SanaWMTransformer3DModel(ConfiguredModel, host.SanaWMTransformer3DModel):
         if pos_embeds is not None:
             pos_embeds = squeezed(pos_embeds.to(x.device), 4)
         elif self.use_pe:
-            pos_embeds = self._positions(consumed(state) + clip.start, size, x.device)
+            pos_embeds = self._positions(position(state) + clip.start, size, x.device)
         rays = None
         if camera_conditions is not None:
-            given = None
-            if cam_pos_embeds is not None:
-                given = {k: squeezed(t.to(x.device), 4) for k, t in cam_pos_embeds.items() if k != "absmap"}
-            if cam_pos_embeds is not None and "absmap" in cam_pos_embeds:
-                absmap, raymats = cam_pos_embeds["absmap"], cam_pos_embeds.get("P", raymats)
-            else:
-                raymats, absmap = host._process_camera_conditions_ucpe(
-                    camera_conditions, len(x), size, self.patch_size
-                )
-                absmap = absmap.permute(0, 4, 1, 2, 3)
+            given = {k: squeezed(t.to(x.device), 4) for k, t in (cam_pos_embeds or {}).items() if k != "absmap"}
+            absmap = (cam_pos_embeds or {}).get("absmap")
+            if absmap is not None:
+                raymats = given.get("P", raymats)
+            elif not {"P", "P_inv"} <= given.keys():
+                raymats = ray_matrices(camera_conditions, size, self.patch_size)
             if not self.use_chunk_plucker_post_attn:
+                if absmap is None:
+                    absmap = up_and_latitude(camera_conditions, size, self.patch_size)
                 x = x + self.raymap_embedder(squeezed(absmap.to(x), 5))
             rays = host._prepare_ucpe_ray_transforms(
                 self.linear_head_dim, camera_conditions, size, self.patch_size, pos_embeds, raymats, given
@@ -291,7 +290,23 @@ class SanaWMTransformer3DModel(ConfiguredModel, host.SanaWMTransformer3DModel):
         new_state = end(self, state, states, clip) if output_state else None
         return output(sample, new_state, return_dict)
 
-    def state_shapes(self, batch: int, tokens: int, kept: int, camera: bool) -> list[dict[str, tuple[int, ...]]]:
+    def camera_tables(self, camera_conditions: Tensor, size: Sequence[int]) -> dict[str, Tensor]:
+        """What a forward makes of a camera alone, as its argument `cam_pos_embeds`: once for all steps of a chunk.
+
+        Args:
+            camera_conditions: (B, T, 20).
+            size: T, h, w in latents.
+        """
+        size = tuple(n // p for n, p in zip(size, self.patch_size, strict=True))
+        P = ray_matrices(camera_conditions, size, self.patch_size).flatten(1, 3)
+        tables = {"P": P, "P_inv": host._invert_SE3(P)}
+        if not self.use_chunk_plucker_post_attn:
+            tables["absmap"] = up_and_latitude(camera_conditions, size, self.patch_size)
+        return tables
+
+    def state_shapes(
+        self, batch: int, tokens: int, kept: int, camera: bool = False
+    ) -> list[dict[str, tuple[int, ...]]]:
         """By block, the shapes of what a rollout carries, for `kept` frames of keys and values; ValueError where
         blocks are not swapped."""
         stock = [index for index, block in enumerate(self.blocks) if not isinstance(block.attn, Swapped)]
@@ -299,7 +314,7 @@ class SanaWMTransformer3DModel(ConfiguredModel, host.SanaWMTransformer3DModel):
             raise ValueError(f"a state needs all blocks swapped (blocks=None): blocks {stock} are diffusers' own")
         return [block.state_shapes(batch, tokens, kept, camera) for block in self.blocks]
 
-    def _positions(self, first_frame: int, size: tuple[int, ...], device: torch.device) -> Tensor:
+    def _positions(self, first_frame: int | Tensor, size: tuple[int, ...], device: torch.device) -> Tensor:
         """The host's complex table (1, 1, N, D/2) from a frame on."""
         angles = rotary_angles(self.linear_head_dim, first_frame, size, device, self.rope.max_seq_len)
         return torch.polar(torch.ones_like(angles), angles)[None, None]
